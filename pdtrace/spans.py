@@ -1,0 +1,95 @@
+"""The neutral span model that assembly produces, exporters encode and readers return.
+
+Owns shapes only. Ids are lowercase hex (32 and 16 digits); times are Unix nanoseconds. Span names
+are stage names, `request` (the root) and `attempt`; meaning lives in `pdtrace.stages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+AttrScalar = str | int | float | bool
+AttrValue = AttrScalar | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
+
+
+class SpanKind(IntEnum):
+    """OTLP span kinds (opentelemetry/proto/trace/v1)."""
+
+    UNSPECIFIED = 0
+    INTERNAL = 1
+    SERVER = 2
+    CLIENT = 3
+    PRODUCER = 4
+    CONSUMER = 5
+
+
+class StatusCode(IntEnum):
+    """OTLP status codes."""
+
+    UNSET = 0
+    OK = 1
+    ERROR = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resource:
+    """Who recorded: `service.name`, `service.instance.id`, `host.id`, `process.pid`, …"""
+
+    attributes: Mapping[str, AttrValue]
+
+    @property
+    def service_name(self) -> str:
+        return str(self.attributes.get("service.name", "unknown"))
+
+    @property
+    def instance_id(self) -> str | None:
+        value = self.attributes.get("service.instance.id")
+        return None if value is None else str(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A point in a span's time."""
+
+    name: str
+    time_ns: int
+    attributes: Mapping[str, AttrValue] = field(default_factory=dict[str, AttrValue])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A reference to another span."""
+
+    trace_id: str
+    span_id: str
+    attributes: Mapping[str, AttrValue] = field(default_factory=dict[str, AttrValue])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One span. `parent_id` is None for a trace's first span; a remote parent keeps its id."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str | None
+    name: str
+    kind: SpanKind
+    start_ns: int
+    end_ns: int
+    resource: Resource
+    attributes: Mapping[str, AttrValue] = field(default_factory=dict[str, AttrValue])
+    events: Sequence[Event] = ()
+    links: Sequence[Link] = ()
+    status: StatusCode = StatusCode.UNSET
+    status_message: str = ""
+    trace_state: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """All spans known of one trace, in no particular order, each span id once."""
+
+    trace_id: str
+    spans: Sequence[Span]
