@@ -1,0 +1,132 @@
+"""Settings of every server process: one frozen object each, built once, checked on build.
+
+Owns names, defaults and ranges; the command line (`server.cli`) fills it, the launcher writes it to
+the run directory, each process reads its own. Nothing else reads the environment.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from server.errors import StartError
+
+PD = "pd"
+COLOCATED = "colocated"
+
+
+class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
+    """Longest stay in each non-terminal state, seconds on the monotonic clock."""
+
+    gateway_queue_s: float = 60.0
+    reserve_s: float = 60.0
+    handshake_s: float = 90.0  # prefill waits for decode's reservation, so it covers reserve_s
+    prefill_queue_s: float = 120.0
+    prefill_compute_s: float = 300.0
+    transfer_s: float = 30.0
+    await_kv_s: float = 300.0  # decode waits for queue, compute and transfer on the other side
+    decode_queue_s: float = 120.0
+    preempted_s: float = 120.0
+    drain_s: float = 10.0
+    request_s: float = 600.0
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings shared by all processes of one server. See `python -m server up --help`."""
+
+    run_dir: str = "run"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    mode: str = PD
+    model: str | None = None  # path, "fake", or None for the packaged default
+    served_name: str | None = None
+    dtype: str = "float32"
+    device: str = "cpu"
+    threads: int = 1
+    prefill: int = 1
+    decode: int = 1
+    workers: int = 1  # colocated
+    chunked: bool = True  # colocated: chunk prompts to the budget, or run them whole
+    policy: str = "least_loaded"
+    first_token: str = "decode"  # or "prefill": forwarded early
+    transfer: str = "shm"  # or "tcp"
+    page_size: int = 16
+    prefill_pages: int = 512
+    decode_pages: int = 512
+    prefill_budget: int = 256  # prompt tokens per step
+    max_running: int = 16
+    reserve_output_tokens: int = 64  # room kept per request beyond its prompt when reserving
+    max_concurrency: int = 64
+    max_queue: int = 256
+    max_body_bytes: int = 8 * 1024 * 1024
+    heartbeat_s: float = 0.5
+    dead_after_s: float = 3.0
+    stalled_after_s: float = 15.0
+    gap_threshold_s: float = 0.5
+    allow_faults: bool = False
+    record: bool = True
+    api_key: str | None = None
+    deadlines: Deadlines = Deadlines()
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("prefill", 1),
+            ("decode", 1),
+            ("workers", 1),
+            ("threads", 1),
+            ("page_size", 1),
+            ("prefill_pages", 2),
+            ("decode_pages", 2),
+            ("prefill_budget", 1),
+            ("max_running", 1),
+            ("max_concurrency", 1),
+            ("max_queue", 0),
+            ("reserve_output_tokens", 1),
+        ):
+            value = getattr(self, name)
+            if value < low:
+                raise StartError(f"{name} is {value}, expected at least {low}")
+        for name, choices in (
+            ("mode", (PD, COLOCATED)),
+            ("policy", ("round_robin", "least_loaded", "prefix_aware")),
+            ("first_token", ("decode", "prefill")),
+            ("transfer", ("shm", "tcp")),
+            ("dtype", ("float32", "bfloat16")),
+            ("device", ("cpu", "cuda")),
+        ):
+            value = getattr(self, name)
+            if value not in choices:
+                raise StartError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+        if not 0 <= self.port <= 65535:
+            raise StartError(f"port is {self.port}, expected 0 to 65535")
+
+    @property
+    def run_path(self) -> Path:
+        return Path(self.run_dir)
+
+    @property
+    def rings_path(self) -> Path:
+        return self.run_path / "rings"
+
+
+class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process is started with: its identity, its endpoint and those it must know.
+
+    endpoint            ZeroMQ endpoint of its inbox
+    gateway_endpoint    the gateway's inbox
+    transfer_endpoint   inbox of the transfer process on its host; None in colocated mode
+    transfer_address    host:port where this host receives KV over TCP; None with shm
+    pool_path           backing file of its KV pool; None for gateway and transfer
+    """
+
+    settings: Settings
+    role: str
+    instance: str
+    incarnation: str
+    endpoint: str
+    gateway_endpoint: str
+    transfer_endpoint: str | None = None
+    transfer_address: str | None = None
+    pool_path: str | None = None
+    http_fd: int | None = None  # gateway: listening socket inherited from the launcher

@@ -1,0 +1,312 @@
+"""Every message between server processes, as frozen tagged structs.
+
+Owns the shapes and their version; knows nothing of sockets (`server.wire.sockets`). Encoding is
+MessagePack by msgspec behind a four-byte envelope `b"PDT" + version`; nothing is ever unpickled.
+`tests/contract/test_wire_bytes.py` holds golden bytes: a change of any byte needs a version.
+
+WIRE_VERSION history
+  1  first version
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdtrace.recorder import RequestContext
+from server.engine.base import ModelInfo, SamplingParams
+from server.kv.layout import KvLayout
+from server.kv.pool import PoolDescriptor
+
+WIRE_VERSION = 1
+ENVELOPE = b"PDT" + bytes([WIRE_VERSION])
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+
+
+class WireError(Exception):
+    """A frame that is no message of this version. Its text says what was got and expected."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all messages; the tag is the class name."""
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach a process. `incarnation` is random per start: a restarted process is another."""
+
+    instance: str
+    endpoint: str
+    incarnation: str
+
+
+class PoolRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A KV pool as a copy job names it; the transfer process knows it by registration."""
+
+    owner: str
+    incarnation: str
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What routing looks at. Pages and requests at the instant of the heartbeat."""
+
+    pages_total: int = 0
+    pages_free: int = 0
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+
+
+# -- membership -------------------------------------------------------------------------------
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Any process → gateway, every `heartbeat_s` from its I/O thread. Also its registration.
+
+    progress_age_s   seconds since the scheduler loop last went round (0 while it is idle)
+    busy             whether it has work: an old `progress_age_s` with work is a hang
+    """
+
+    peer: Peer
+    role: str
+    seq: int
+    sent_ns: int
+    load: WorkerLoad
+    progress_age_s: float
+    busy: bool
+    draining: bool = False
+    info: ModelInfo | None = None
+    layout: KvLayout | None = None
+
+
+class RegisterPool(Message, frozen=True, kw_only=True):
+    """Worker → its host's transfer process, at start and with every heartbeat (idempotent)."""
+
+    peer: Peer
+    pool: PoolDescriptor
+
+
+# -- gateway → workers ------------------------------------------------------------------------
+
+
+class DecodeRequest(Message, frozen=True, kw_only=True):
+    """Gateway → decode: reserve room for this request and generate once its KV has landed.
+
+    prompt_digest   digest of the token ids: both legs must speak of the same history
+    stop            stop strings; stop_token_ids come from the model unless ignore_eos
+    early           prefill forwards the boundary token itself
+    faults          stage name → delay in milliseconds; empty unless the server allows faults
+    """
+
+    context: RequestContext
+    prompt_len: int
+    prompt_digest: str
+    max_tokens: int
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    early: bool
+    prefill: Peer
+    gateway: Peer
+    faults: dict[str, int] = {}
+
+
+class PrefillRequest(Message, frozen=True, kw_only=True):
+    """Gateway → prefill: compute this prompt once decode has published its pages."""
+
+    context: RequestContext
+    prompt_ids: tuple[int, ...]
+    prompt_digest: str
+    max_tokens: int
+    sampling: SamplingParams
+    early: bool
+    decode: Peer
+    gateway: Peer
+    faults: dict[str, int] = {}
+
+
+class ColocatedRequest(Message, frozen=True, kw_only=True):
+    """Gateway → colocated worker: both phases."""
+
+    context: RequestContext
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    gateway: Peer
+    faults: dict[str, int] = {}
+
+
+class Cancel(Message, frozen=True, kw_only=True):
+    """Gateway → a leg: stop, drain, free, answer with LegClosed. Unknown handoffs are answered too."""
+
+    handoff_id: str
+    outcome: str
+    reason: str
+    by: str
+    gateway: Peer
+
+
+# -- between the legs -------------------------------------------------------------------------
+
+
+class PagesReserved(Message, frozen=True, kw_only=True):
+    """Decode → prefill: destination pages and everything the handshake compares."""
+
+    handoff_id: str
+    decode: Peer
+    fingerprint: str
+    layout: KvLayout
+    pool: PoolRef
+    pages: tuple[int, ...]
+    transfer_address: str | None  # where the destination host receives KV; None: same host
+
+
+class Handoff(Message, frozen=True, kw_only=True):
+    """Prefill → decode: the boundary token and what belongs to it. Bytes travel separately."""
+
+    handoff_id: str
+    token_id: int
+    prompt_len: int
+    prompt_digest: str
+    cached_tokens: int
+
+
+class Abort(Message, frozen=True, kw_only=True):
+    """Leg → other leg: this handoff is over on my side."""
+
+    handoff_id: str
+    outcome: str
+    reason: str
+    message: str
+    by: str
+
+
+# -- transfer ---------------------------------------------------------------------------------
+
+
+class CopyJob(Message, frozen=True, kw_only=True):
+    """Prefill → transfer: copy these pages. Jobs of one handoff run in order of `index`."""
+
+    context: RequestContext
+    index: int
+    last: bool
+    source: PoolRef
+    source_pages: tuple[int, ...]
+    destination: PoolRef
+    destination_pages: tuple[int, ...]
+    transfer_address: str | None
+    prefill: Peer
+    decode: Peer
+    faults: dict[str, int] = {}
+
+
+class CopyDone(Message, frozen=True, kw_only=True):
+    """Transfer → prefill and decode: the bytes of job `index` are visible at the destination."""
+
+    handoff_id: str
+    index: int
+    last: bool
+    num_bytes: int
+
+
+class CopyFailed(Message, frozen=True, kw_only=True):
+    """Transfer → prefill and decode: job `index` and all later ones of this handoff will not run."""
+
+    handoff_id: str
+    index: int
+    reason: str
+    message: str
+
+
+class CancelCopies(Message, frozen=True, kw_only=True):
+    """Prefill or decode → transfer: run no more jobs of this handoff; answer CopiesDrained."""
+
+    handoff_id: str
+    reply_to: Peer
+
+
+class CopiesDrained(Message, frozen=True, kw_only=True):
+    """Transfer → asker: no job of this handoff is running or will run; its pages may be reused."""
+
+    handoff_id: str
+
+
+# -- workers → gateway ------------------------------------------------------------------------
+
+
+class TokenItem(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one request from one step.
+
+    index           output index of the first of them
+    finish_reason   "stop" or "length" with the last token, else None
+    """
+
+    handoff_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    cached_tokens: int | None = None
+
+
+class Tokens(Message, frozen=True, kw_only=True):
+    """Decode, prefill (early) or worker → gateway: one message per step, not per token."""
+
+    instance: str
+    items: tuple[TokenItem, ...]
+
+
+class LegClosed(Message, frozen=True, kw_only=True):
+    """Leg → gateway: this leg is over and holds nothing any more."""
+
+    handoff_id: str
+    instance: str
+    outcome: str
+    reason: str
+    message: str
+    by: str
+
+
+AnyMessage = (
+    Heartbeat
+    | RegisterPool
+    | DecodeRequest
+    | PrefillRequest
+    | ColocatedRequest
+    | Cancel
+    | PagesReserved
+    | Handoff
+    | Abort
+    | CopyJob
+    | CopyDone
+    | CopyFailed
+    | CancelCopies
+    | CopiesDrained
+    | Tokens
+    | LegClosed
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """One frame. Raises WireError when it exceeds MAX_MESSAGE_BYTES."""
+    frame = ENVELOPE + _encoder.encode(message)
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise WireError(
+            f"{type(message).__name__} has {len(frame)} bytes, the limit is {MAX_MESSAGE_BYTES}"
+        )
+    return frame
+
+
+def decode(frame: bytes | memoryview) -> AnyMessage:
+    """The message in `frame`. Raises WireError for anything else; never runs foreign code."""
+    head = bytes(frame[: len(ENVELOPE)])
+    if head != ENVELOPE:
+        if head[:3] == ENVELOPE[:3]:
+            raise WireError(f"wire version {head[3:].hex()}, this process speaks {WIRE_VERSION}")
+        raise WireError(f"frame of {len(frame)} bytes does not start with {ENVELOPE!r}")
+    try:
+        return _decoder.decode(frame[len(ENVELOPE) :])
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise WireError(f"malformed message: {error}") from error
