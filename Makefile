@@ -1,0 +1,49 @@
+# Everything a contributor runs. Needs git, make, Python 3.11+ and a network; the rest is set up in .venv.
+.DEFAULT_GOAL := help
+SHELL := /usr/bin/env bash
+PYTHON ?=
+VENV := .venv/bin
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+# The environment's settings for other Pythons must not reach this one.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+
+.PHONY: help setup demo test check fix bench lock clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## create or update .venv (no-op when up to date)
+	@.ci/setup $(PYTHON)
+
+demo: setup ## serve a real model, stall some requests, name each stall's stage (under 3 minutes)
+	@$(VENV)/python -m server demo $(DEMO_ARGS)
+
+test: setup ## run all tests; PYTEST_ARGS="tests/unit -k ring" narrows them
+	@$(VENV)/python -m pytest $(PYTEST_ARGS)
+
+check: setup ## formatting, lint, types, import rules, generated files
+	$(VENV)/ruff format --check .
+	$(VENV)/ruff check .
+	$(VENV)/pyright
+	$(VENV)/python -m pytest -q tests/contract/test_imports.py
+	$(VENV)/python -m pdtrace.glossary --check
+
+fix: setup ## format, repair what ruff can, regenerate docs
+	$(VENV)/ruff check --fix-only .
+	$(VENV)/ruff format .
+	$(VENV)/python -m pdtrace.glossary
+
+bench: setup ## run the benchmarks; each prints one JSON line
+	@for file in benchmarks/bench_*.py; do echo "$$file" >&2; $(VENV)/python "$$file" || exit 1; done
+
+lock: setup ## resolve requirements/dev.txt anew from pyproject.toml
+	$(VENV)/uv pip compile pyproject.toml --extra server --extra dashboards --extra dev --universal \
+	  --python-version 3.11 --generate-hashes --no-header --no-annotate --no-emit-index-url \
+	  --output-file requirements/dev.txt
+
+clean: ## remove .venv and caches; recordings in run/ stay
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+	find pdtrace server tests examples benchmarks dashboards -name __pycache__ -type d -prune -exec rm -rf {} +
+	@[ ! -d run ] || echo "kept: run/ (recordings); remove it by hand"
