@@ -3,6 +3,7 @@ bodies, a label in metrics.
 
 ServerError
 ├── StartError          the server cannot start: one line, exit code 2
+├── IntegrityError      bookkeeping of pages or states contradicts itself: a bug of ours
 └── RequestError        one request cannot be served
     ├── InvalidRequest      400, the caller's fault
     ├── Overloaded          429/503, try again later
@@ -25,6 +26,12 @@ class StartError(ServerError):
     """The server cannot start; the message says what was found and what to do."""
 
     code = "start_failed"
+
+
+class IntegrityError(ServerError):
+    """Bookkeeping contradicts itself (a page released twice, owned twice, lost); names the ids."""
+
+    code = "integrity"
 
 
 class RequestError(ServerError):
