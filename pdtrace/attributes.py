@@ -1,0 +1,44 @@
+"""Typed, forgiving reads of recorded attribute values.
+
+Values may come from any writer: a number may arrive as text, a text may be empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pdtrace.semconv import Attr
+from pdtrace.spans import AttrValue, Span
+
+
+def text(attributes: Mapping[str, AttrValue], attr: Attr) -> str | None:
+    """An attribute as text; None if it is absent or empty. Lists are joined with commas."""
+    value = attributes.get(attr.key)
+    if value is None or value == "":
+        return None
+    if isinstance(value, list | tuple):
+        return ",".join(str(item) for item in value) or None
+    return str(value)
+
+
+def integer(attributes: Mapping[str, AttrValue], attr: Attr) -> int | None:
+    """An attribute as an integer; None if it is absent or no integer."""
+    value = attributes.get(attr.key)
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    if isinstance(value, str) and len(value) <= 20:
+        try:
+            return int(value)
+        except ValueError:
+            return None
+    return None
+
+
+def host_id(span: Span) -> str | None:
+    """`host.id` of the recorder; spans of one host share a monotonic clock."""
+    value = span.resource.attributes.get("host.id")
+    return None if value is None or value == "" else str(value)

@@ -1,0 +1,265 @@
+"""Where each stage span of a request lies: its root, clock, attempt and place in the chain.
+
+Owns the step from a trace's spans to offsets from the request's begin. What the offsets mean for
+the partition is `pdtrace.timeline`'s, which rules they break is `pdtrace.violations`'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pdtrace import semconv as a
+from pdtrace.attributes import integer, text
+from pdtrace.spans import Span, Trace
+from pdtrace.stages import (
+    ATTEMPT_SPAN,
+    CHAINS,
+    ROOT_SPAN,
+    STAGE_BY_NAME,
+    Mode,
+    Role,
+    Stage,
+)
+
+CLOSABLE_GAP_NS = 2_000
+"""Exported times leave gaps of up to 2 µs between neighbours (ADR 001). They are closed, and no
+rule is broken by them, where exact times are absent."""
+
+CLOCK_AGREEMENT_NS = 1_000_000
+"""Exact times count only where they agree with the wall times this well: otherwise they were
+read on another clock than the root's."""
+
+
+def stage_of(span: Span) -> Stage | None:
+    """The stage a span stands for: by `pd.stage`, else by its name."""
+    return STAGE_BY_NAME.get(text(span.attributes, a.STAGE) or span.name)
+
+
+def is_root(span: Span) -> bool:
+    """Whether a span stands for a request: by `pd.span`, else by its name."""
+    return (text(span.attributes, a.SPAN) or span.name) == ROOT_SPAN
+
+
+def is_attempt(span: Span) -> bool:
+    """Whether a span stands for an attempt: by `pd.span`, else by its name."""
+    return (text(span.attributes, a.SPAN) or span.name) == ATTEMPT_SPAN
+
+
+@dataclass(slots=True, kw_only=True)
+class Placed:
+    """One stage span; `begin` and `end` are nanoseconds from the request's begin, unclipped.
+
+    limit   the partition gives this span nothing from here on
+    exact   whether the offsets are exact (otherwise they are wall times, whole microseconds)
+    owned   nanoseconds of the partition that this span owns; set by the partition
+    """
+
+    span: Span
+    stage: Stage
+    attempt: int
+    begin: int
+    end: int
+    limit: int
+    exact: bool
+    owned: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A trace's stage spans, placed.
+
+    root         the request's span; None if the trace lacks it
+    rivals       further spans that claim to be the root
+    began_ns     wall time of offset 0, Unix nanoseconds
+    length       the request's length; negative if its root ends before it begins
+    placed       all stage spans
+    chain        those of the mode's chain, in causal order: what must precede comes first
+    exact        whether root and chain stand on exact times
+    """
+
+    root: Span | None
+    rivals: tuple[Span, ...]
+    began_ns: int
+    length: int
+    mode: Mode
+    placed: tuple[Placed, ...]
+    chain: tuple[Placed, ...]
+    exact: bool
+
+
+def place(trace: Trace) -> Placement:
+    """Place a trace's stage spans. Takes any spans; a trace without any has length 0."""
+    root, rivals = _pick_root(trace)
+    clock = _Clock.of(trace, root)
+    attempts = {
+        span.span_id: integer(span.attributes, a.ATTEMPT) or 1
+        for span in trace.spans
+        if is_attempt(span)
+    }
+    placed: list[Placed] = []
+    for span in trace.spans:
+        stage = stage_of(span)
+        if stage is None:
+            continue
+        number = integer(span.attributes, a.ATTEMPT)
+        if number is None:
+            number = attempts.get(span.parent_id or "", 1)
+        begin, end, exact = clock.offsets(span)
+        placed.append(
+            Placed(
+                span=span,
+                stage=stage,
+                attempt=max(1, number),
+                begin=begin,
+                end=end,
+                limit=max(0, clock.length),
+                exact=exact,
+            )
+        )
+    mode = _mode(root, placed)
+    chain = _in_causal_order(placed, mode)
+    return Placement(
+        root=root,
+        rivals=rivals,
+        began_ns=clock.wall,
+        length=clock.length,
+        mode=mode,
+        placed=tuple(placed),
+        chain=tuple(chain),
+        exact=clock.exact is not None and all(item.exact for item in chain),
+    )
+
+
+def split_requests(trace: Trace) -> tuple[Trace, ...]:
+    """Split a trace that holds several requests: a caller's `traceparent` may span many of them.
+
+    Spans follow their root, those without one follow their request id. Roots that share a request
+    id stay together: that is a violation, not two requests. A trace without a root stays whole.
+    """
+    roots = [span for span in trace.spans if is_root(span)]
+    if len({_root_key(span) for span in roots}) < 2:
+        return (trace,)
+    by_id = {span.span_id: span for span in trace.spans}
+    first = min(roots, key=lambda span: (span.start_ns, span.span_id))
+    groups: dict[str, list[Span]] = {_root_key(span): [] for span in roots}
+    for span in trace.spans:
+        top = _root_above(span, by_id)
+        key = _root_key(top) if top else text(span.attributes, a.REQUEST_ID)
+        if key not in groups:
+            if stage_of(span) is None and not is_attempt(span):
+                continue  # the caller's own span
+            key = _root_key(first)
+        groups[key].append(span)
+    return tuple(Trace(trace_id=trace.trace_id, spans=tuple(spans)) for spans in groups.values())
+
+
+def _root_key(root: Span) -> str:
+    return text(root.attributes, a.REQUEST_ID) or root.span_id
+
+
+def _root_above(span: Span, by_id: Mapping[str, Span]) -> Span | None:
+    """The request root above a span, or the span itself; None if its ancestors miss it."""
+    seen: set[str] = set()
+    here: Span | None = span
+    while here is not None and here.span_id not in seen:
+        if is_root(here):
+            return here
+        seen.add(here.span_id)
+        here = by_id.get(here.parent_id) if here.parent_id else None
+    return None
+
+
+def _pick_root(trace: Trace) -> tuple[Span | None, tuple[Span, ...]]:
+    """The outermost, earliest root, and its rivals."""
+    ids = {span.span_id for span in trace.spans}
+    roots = sorted(
+        (span for span in trace.spans if is_root(span)),
+        key=lambda span: (span.parent_id in ids, span.start_ns, span.span_id),
+    )
+    return (roots[0], tuple(roots[1:])) if roots else (None, ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """The request's begin on the wall clock and, where known, on its host's monotonic clock."""
+
+    wall: int
+    exact: int | None
+    length: int
+
+    @classmethod
+    def of(cls, trace: Trace, root: Span | None) -> _Clock:
+        if root is None:
+            # What its stages cover stands in for the request.
+            known = [span for span in trace.spans if stage_of(span)] or trace.spans
+            begin = min((span.start_ns for span in known), default=0)
+            end = max((span.end_ns for span in known), default=begin)
+            return cls(begin, None, end - begin)
+        exact = _exact_times(root)
+        begin, end = exact or (root.start_ns, root.end_ns)
+        return cls(root.start_ns, exact[0] if exact else None, end - begin)
+
+    def offsets(self, span: Span) -> tuple[int, int, bool]:
+        """(begin, end, exact) from the request's begin."""
+        begin, end = span.start_ns - self.wall, span.end_ns - self.wall
+        exact = _exact_times(span)
+        if exact is None or self.exact is None:
+            return begin, end, False
+        precise = exact[0] - self.exact
+        if abs(precise - begin) > CLOCK_AGREEMENT_NS:
+            return begin, end, False
+        return precise, exact[1] - self.exact, True
+
+
+def _exact_times(span: Span) -> tuple[int, int] | None:
+    begin, end = integer(span.attributes, a.BEGIN_NS), integer(span.attributes, a.END_NS)
+    return None if begin is None or end is None else (begin, end)
+
+
+def _mode(root: Span | None, placed: Sequence[Placed]) -> Mode:
+    named = text(root.attributes, a.MODE) if root else None
+    if named in set(Mode):
+        return Mode(named)
+    services = {item.span.resource.service_name for item in placed}
+    transferred = any(item.stage.name == "transfer" for item in placed)
+    if Role.WORKER.service_name in services and not transferred:
+        return Mode.COLOCATED
+    return Mode.PD
+
+
+def _in_causal_order(placed: Sequence[Placed], mode: Mode) -> list[Placed]:
+    """Chain spans sorted by what must precede what: before the attempts, each attempt, after them.
+
+    An attempt's spans are limited to the time before the next attempt: a worker may notice late
+    that its attempt was given up.
+    """
+    rank = {stage.name: position for position, stage in enumerate(CHAINS[mode])}
+    chain = [item for item in placed if item.stage.name in rank]
+    begun: dict[int, int] = {}
+    for item in chain:
+        if item.stage.parent == ATTEMPT_SPAN:
+            begun[item.attempt] = min(item.begin, begun.get(item.attempt, item.begin))
+    following = dict(pairwise(sorted(begun)))
+    after_all = max(begun, default=0) + 1
+    first_of_attempt = min(rank[s.name] for s in CHAINS[mode] if s.parent == ATTEMPT_SPAN)
+
+    def group(item: Placed) -> int:
+        if item.stage.parent == ATTEMPT_SPAN:
+            return item.attempt
+        return 0 if rank[item.stage.name] < first_of_attempt else after_all
+
+    for item in chain:
+        if item.stage.parent == ATTEMPT_SPAN and item.attempt in following:
+            item.limit = min(item.limit, begun[following[item.attempt]])
+    return sorted(
+        chain,
+        key=lambda item: (
+            group(item),
+            rank[item.stage.name],
+            item.begin,
+            item.end,
+            item.span.span_id,
+        ),
+    )

@@ -1,0 +1,456 @@
+"""One request's interval, partitioned: every nanosecond belongs to one stage or to `unexplained`.
+
+Owns the timeline of a request and its partition; knows nothing of files, baselines or terminals.
+Pure: a timeline follows from its trace alone.
+
+The rule: each instant of the root's interval belongs to the first stage, in the order of
+`CHAINS[mode]`, whose span covers it; an instant that no chain stage covers is `unexplained`. For
+stages that begin in chain order this equals a sweep with a high-water mark. Parts are integers
+and sum to the whole.
+
+    spans       |--ingest--|--queue--|         |----hop.token----|
+                                           |--------decode.generate--------|
+    partition   |  ingest  |  queue  |unex.|gen|    hop.token    | generate|
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from pdtrace import semconv as a
+from pdtrace.attributes import host_id, integer, text
+from pdtrace.intervals import close_gaps, paint
+from pdtrace.placement import (
+    CLOSABLE_GAP_NS,
+    Placed,
+    Placement,
+    is_attempt,
+    is_root,
+    place,
+    split_requests,
+    stage_of,
+)
+from pdtrace.spans import AttrValue, StatusCode, Trace
+from pdtrace.stages import (
+    CHAINS,
+    STAGES,
+    Kind,
+    Mode,
+    Outcome,
+    Role,
+)
+from pdtrace.violations import (
+    Overlap,
+    Violation,
+    ViolationKind,
+    find_overlaps,
+    find_violations,
+    request_id_of,
+)
+
+__all__ = [
+    "UNEXPLAINED",
+    "Overlap",
+    "Part",
+    "Segment",
+    "StageVisit",
+    "Timeline",
+    "Violation",
+    "ViolationKind",
+    "Wait",
+    "build_timeline",
+    "build_timelines",
+]
+
+UNEXPLAINED = "unexplained"
+
+# Work before waits: while one job copies, the wait of the next is not what costs time.
+_DETAILS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        outer: tuple(
+            stage.name
+            for stage in sorted(STAGES, key=lambda stage: stage.kind is not Kind.WORK)
+            if stage.within == outer
+        )
+        for outer in dict.fromkeys(stage.within for stage in STAGES if stage.within)
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Why a stage waited; numbers are in the unit of the reason. Times are None if not recorded.
+
+    at_ns    when it was recorded, from the request's begin
+    for_ns   how long it held: until the next reason or the end of the stage
+    """
+
+    stage: str
+    reason: str
+    needed: int | None = None
+    free: int | None = None
+    limit: int | None = None
+    position: int | None = None
+    blocker: str | None = None
+    at_ns: int | None = None
+    for_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageVisit:
+    """One span of a stage. Times are nanoseconds from the request's begin, as recorded.
+
+    owned_ns   time of the partition that this span owns; 0 for stages beside the chain
+    error      the request or the attempt ended here
+    """
+
+    name: str
+    attempt: int
+    begin_ns: int
+    end_ns: int
+    owned_ns: int
+    span_id: str
+    service: str
+    instance: str | None
+    error: bool
+    attributes: Mapping[str, AttrValue]
+    waits: tuple[Wait, ...]
+
+    @property
+    def duration_ns(self) -> int:
+        return max(0, self.end_ns - self.begin_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of the partition; `name` is a chain stage or `unexplained`."""
+
+    name: str
+    begin_ns: int
+    end_ns: int
+    attempt: int | None = None
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.begin_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Time that belongs to one stage, or to `unexplained`, over the whole request."""
+
+    name: str
+    ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One request, explained. Times are nanoseconds, offsets count from the request's begin.
+
+    segments     the partition in time order, without gaps, from 0 to `total_ns`
+    parts        the partition per stage in chain order, `unexplained` last; sums to `total_ns`
+    details      per chain stage with nested stages: its part shared out among them, the rest
+                 under its own name; sums to the stage's part
+    visits       every stage span, in the chain or beside it, by begin
+    exact        whether the partition stands on exact times (otherwise on microseconds)
+    ttft_ns      first request byte to first content byte written
+    tpot_ns      generation time per token after the first, as the decode worker saw it
+    unknowns     sentences on what this timeline cannot know
+    attributes   those of the root span
+    """
+
+    trace_id: str
+    root_id: str | None
+    request_id: str | None
+    mode: Mode
+    outcome: Outcome | None
+    outcome_reason: str | None
+    outcome_by: str | None
+    outcome_stage: str | None
+    started_unix_ns: int
+    total_ns: int
+    exact: bool
+    segments: tuple[Segment, ...]
+    parts: tuple[Part, ...]
+    details: Mapping[str, tuple[Part, ...]]
+    visits: tuple[StageVisit, ...]
+    overlaps: tuple[Overlap, ...]
+    violations: tuple[Violation, ...]
+    unknowns: tuple[str, ...]
+    attempts: int
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int | None
+    ttft_ns: int | None
+    tpot_ns: float | None
+    prefill_worker: str | None
+    decode_worker: str | None
+    services: frozenset[str]
+    hosts: frozenset[str]
+    span_count: int
+    attributes: Mapping[str, AttrValue]
+
+    @property
+    def key(self) -> tuple[str, str | None]:
+        """Identity among timelines: a trace may hold several requests."""
+        return (self.trace_id, self.root_id)
+
+    @property
+    def unexplained_ns(self) -> int:
+        return self.part_ns(UNEXPLAINED) or 0
+
+    def part_ns(self, name: str) -> int | None:
+        """Time owned by a chain stage or `unexplained`; None if the request lacks the stage."""
+        return next((part.ns for part in self.parts if part.name == name), None)
+
+    def detail_ns(self, outer: str, name: str) -> int:
+        """Time inside `outer` that its nested stage `name` owns; 0 if there is none."""
+        return next((part.ns for part in self.details.get(outer, ()) if part.name == name), 0)
+
+    def visits_of(self, name: str) -> tuple[StageVisit, ...]:
+        """The visits of one stage, by begin."""
+        return tuple(visit for visit in self.visits if visit.name == name)
+
+    def waits_of(self, stage: str) -> tuple[Wait, ...]:
+        """Waits recorded for one stage, in the order recorded."""
+        return tuple(w for visit in self.visits for w in visit.waits if w.stage == stage)
+
+
+def build_timelines(traces: Iterable[Trace]) -> list[Timeline]:
+    """One timeline per request: a trace that several requests share is split by its roots."""
+    return [build_timeline(part) for trace in traces for part in split_requests(trace)]
+
+
+def build_timeline(trace: Trace) -> Timeline:
+    """Partition one request's trace. Takes any spans: what is wrong is listed in `violations`."""
+    placement = place(trace)
+    total = max(0, placement.length)
+    segments = _partition(placement, total)
+    root = placement.root
+    attributes: Mapping[str, AttrValue] = root.attributes if root else {}
+    outcome = _outcome(attributes)
+    overlaps = find_overlaps(placement)
+    output_tokens = integer(attributes, a.OUTPUT_TOKENS)
+    return Timeline(
+        trace_id=trace.trace_id,
+        root_id=root.span_id if root else None,
+        request_id=request_id_of(trace, root),
+        mode=placement.mode,
+        outcome=outcome,
+        outcome_reason=text(attributes, a.OUTCOME_REASON),
+        outcome_by=text(attributes, a.OUTCOME_BY),
+        outcome_stage=text(attributes, a.OUTCOME_STAGE) or _failed_stage(placement),
+        started_unix_ns=placement.began_ns,
+        total_ns=total,
+        exact=placement.exact,
+        segments=segments,
+        parts=_parts(segments, placement),
+        details=_details(segments, placement, total),
+        visits=tuple(_visit(item) for item in sorted(placement.placed, key=_by_begin)),
+        overlaps=overlaps,
+        violations=find_violations(trace, placement, overlaps, outcome),
+        unknowns=tuple(_unknowns(trace, placement, outcome)),
+        attempts=max((item.attempt for item in placement.placed), default=1),
+        prompt_tokens=integer(attributes, a.PROMPT_TOKENS),
+        cached_tokens=integer(attributes, a.CACHED_TOKENS),
+        output_tokens=output_tokens,
+        ttft_ns=_ttft(placement, attributes),
+        tpot_ns=_tpot(placement, output_tokens),
+        prefill_worker=text(attributes, a.PREFILL_WORKER)
+        or _instance(placement, {Role.PREFILL, Role.WORKER}),
+        decode_worker=text(attributes, a.DECODE_WORKER)
+        or _instance(placement, {Role.DECODE, Role.WORKER}),
+        services=frozenset(span.resource.service_name for span in trace.spans),
+        hosts=frozenset(host for span in trace.spans if (host := host_id(span))),
+        span_count=len(trace.spans),
+        attributes=attributes,
+    )
+
+
+def _partition(placement: Placement, total: int) -> tuple[Segment, ...]:
+    """Share [0, total) out among the chain spans; notes on each span what it owns."""
+    chain = placement.chain
+    spans = [(item.begin, min(item.end, item.limit)) for item in chain]
+    if not placement.exact:
+        spans = close_gaps(spans, 0, total, CLOSABLE_GAP_NS)
+    segments: list[Segment] = []
+    for begin, end, index in paint(spans, 0, total):
+        if index is None:
+            segments.append(Segment(UNEXPLAINED, begin, end))
+        else:
+            chain[index].owned += end - begin
+            segments.append(Segment(chain[index].stage.name, begin, end, chain[index].attempt))
+    return tuple(segments)
+
+
+def _parts(segments: Sequence[Segment], placement: Placement) -> tuple[Part, ...]:
+    owned: defaultdict[str, int] = defaultdict(int)
+    for segment in segments:
+        owned[segment.name] += segment.duration_ns
+    present = {item.stage.name for item in placement.chain}
+    named = [Part(s.name, owned[s.name]) for s in CHAINS[placement.mode] if s.name in present]
+    return (*named, Part(UNEXPLAINED, owned[UNEXPLAINED]))
+
+
+def _details(
+    segments: Sequence[Segment], placement: Placement, total: int
+) -> Mapping[str, tuple[Part, ...]]:
+    """Share each chain stage's segments out among the stages that detail it."""
+    by_name: defaultdict[str, list[Placed]] = defaultdict(list)
+    for item in placement.placed:
+        by_name[item.stage.name].append(item)
+    details: dict[str, tuple[Part, ...]] = {}
+    for outer, inner_names in _DETAILS.items():
+        inner = [item for name in inner_names for item in by_name[name]]
+        own = [segment for segment in segments if segment.name == outer]
+        if not inner or not own:
+            continue
+        owned: defaultdict[str, int] = defaultdict(int)
+        painted = iter(paint([(item.begin, item.end) for item in inner], 0, total))
+        begin, end, index = next(painted)
+        for segment in own:
+            while True:
+                shared = min(end, segment.end_ns) - max(begin, segment.begin_ns)
+                if shared > 0:
+                    owned[outer if index is None else inner[index].stage.name] += shared
+                if end >= segment.end_ns:
+                    break
+                begin, end, index = next(painted)  # the last one ends at `total`
+        details[outer] = (
+            *(Part(name, owned[name]) for name in inner_names if by_name[name]),
+            Part(outer, owned[outer]),
+        )
+    return MappingProxyType(details)
+
+
+def _visit(item: Placed) -> StageVisit:
+    span = item.span
+    return StageVisit(
+        name=item.stage.name,
+        attempt=item.attempt,
+        begin_ns=item.begin,
+        end_ns=max(item.begin, item.end),
+        owned_ns=item.owned,
+        span_id=span.span_id,
+        service=span.resource.service_name,
+        instance=span.resource.instance_id,
+        error=span.status is StatusCode.ERROR,
+        attributes=span.attributes,
+        waits=_waits(item),
+    )
+
+
+def _by_begin(item: Placed) -> tuple[int, int, str]:
+    return (item.begin, -item.end, item.span.span_id)
+
+
+def _waits(item: Placed) -> tuple[Wait, ...]:
+    """Waits from the span's events; one from its own attributes unless an event told it."""
+    span = item.span
+    shift = item.begin - span.start_ns
+    events = sorted(
+        (event for event in span.events if text(event.attributes, a.WAIT_REASON)),
+        key=lambda event: event.time_ns,
+    )
+    waits: list[Wait] = []
+    for position, event in enumerate(events):
+        begin = event.time_ns + shift
+        end = item.end
+        if position + 1 < len(events):
+            end = min(end, events[position + 1].time_ns + shift)
+        held = max(0, end - max(begin, item.begin))
+        waits.append(_wait(item, event.attributes, at_ns=begin, for_ns=held))
+    if text(span.attributes, a.WAIT_REASON):
+        own = _wait(item, span.attributes)
+        if all(wait.reason != own.reason for wait in waits):
+            waits.append(own)
+    if not waits and (cause := text(span.attributes, a.GAP_CAUSE)):
+        waits.append(Wait(stage=item.stage.name, reason=cause))
+    return tuple(waits)
+
+
+def _wait(
+    item: Placed,
+    attributes: Mapping[str, AttrValue],
+    *,
+    at_ns: int | None = None,
+    for_ns: int | None = None,
+) -> Wait:
+    return Wait(
+        stage=text(attributes, a.WAIT_STAGE) or item.stage.name,
+        reason=text(attributes, a.WAIT_REASON) or "unknown",
+        needed=integer(attributes, a.WAIT_NEEDED),
+        free=integer(attributes, a.WAIT_FREE),
+        limit=integer(attributes, a.WAIT_LIMIT),
+        position=integer(attributes, a.WAIT_POSITION),
+        blocker=text(attributes, a.WAIT_BLOCKER),
+        at_ns=at_ns,
+        for_ns=for_ns,
+    )
+
+
+def _outcome(attributes: Mapping[str, AttrValue]) -> Outcome | None:
+    value = text(attributes, a.OUTCOME)
+    return Outcome(value) if value in set(Outcome) else None
+
+
+def _failed_stage(placement: Placement) -> str | None:
+    """The chain stage that ended last among those that ended in an error."""
+    failed = [item for item in placement.chain if item.span.status is StatusCode.ERROR]
+    return max(failed, key=lambda item: item.end).stage.name if failed else None
+
+
+def _instance(placement: Placement, roles: set[Role]) -> str | None:
+    """The worker of the last attempt that has one in a given role."""
+    services = {role.service_name for role in roles}
+    found = [
+        (item.attempt, item.span.resource.instance_id)
+        for item in placement.placed
+        if item.span.resource.service_name in services and item.span.resource.instance_id
+    ]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _ttft(placement: Placement, attributes: Mapping[str, AttrValue]) -> int | None:
+    sent = [item.end for item in placement.chain if item.stage.name == "hop.token"]
+    if sent and placement.root is not None:
+        return max(0, sent[-1])
+    seconds = attributes.get(a.TTFT_SECONDS.key)
+    if isinstance(seconds, int | float) and 0 <= seconds < 1e9:
+        return round(seconds * 1e9)
+    return None
+
+
+def _tpot(placement: Placement, output_tokens: int | None) -> float | None:
+    generated = [item for item in placement.chain if item.stage.name == "decode.generate"]
+    if not generated or output_tokens is None or output_tokens < 2:
+        return None
+    return max(0, generated[-1].end - generated[-1].begin) / (output_tokens - 1)
+
+
+def _unknowns(trace: Trace, placement: Placement, outcome: Outcome | None) -> Iterable[str]:
+    for why in sorted({w for span in trace.spans if (w := text(span.attributes, a.INCOMPLETE))}):
+        yield f"The recording lacks something: {why}."
+    root = placement.root
+    if root is None:
+        yield "The root span is missing: begin, end and outcome are not known."
+    elif outcome is None:
+        yield "The outcome was not recorded."
+    elif outcome is Outcome.COMPLETED and integer(root.attributes, a.OUTPUT_TOKENS) is None:
+        yield "The number of output tokens was not recorded."
+    if not placement.placed:
+        yield "No stage was recorded."
+    elif not placement.exact:
+        yield "Exact times are missing: stage boundaries are good to about 2 µs."
+    hosts = {host for span in trace.spans if (host := host_id(span))}
+    if len(hosts) > 1:
+        yield f"Spans come from {len(hosts)} hosts; the error between their clocks is not known."
+    others = sum(
+        stage_of(span) is None and not is_root(span) and not is_attempt(span)
+        for span in trace.spans
+    )
+    if others:
+        yield f"{others} other span{'s are' if others > 1 else ' is'} in this trace and left out."
