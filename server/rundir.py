@@ -1,0 +1,240 @@
+"""The run directory of one server: who may use it, what lies where, what is removed when.
+
+Owns locking, layout and clean-up; starts no process. Layout (folders 0700, for the user alone):
+
+    lock          held (flock) by the launcher for as long as the server runs
+    server.json   endpoints, pids and settings of the server that runs or ran here
+    config/       one JSON per process: what it was started with
+    rings/        one ring file per process          ─┐ the recording:
+    traces/       OTLP JSON lines written by the agent ├ kept when the server stops,
+    logs/         one log per process                ─┘ never overwritten unasked
+    sock/         sockets of the control plane; removed at stop
+    kv/           KV pools, when shared memory has no room; removed at stop
+
+KV pools normally lie in a folder of their own on shared memory. A launcher that is killed cannot
+remove it, so each such folder is locked by its owner and the next start removes the unlocked ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from server.errors import StartError
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's shared memory, not a temporary folder
+LATEST = "latest"
+_RECORDING = ("rings", "traces", "logs")
+_FOLDERS = (*_RECORDING, "config", "sock", "kv")
+_FILES = ("server.json",)
+_MAX_SOCKET_PATH = 100  # sockaddr_un holds 107 bytes; instance names need some of them
+_POOL_MARGIN_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class RunDir:
+    """A locked run directory. Use as a context manager: leaving it releases and cleans up.
+
+    path       absolute
+    pools      folder of KV pools; set by `place_pools`
+    sockets    folder of sockets; outside `path` when that is too long for a socket address
+    """
+
+    path: Path
+    sockets: Path
+    _lock_fd: int
+    pools: Path | None = None
+    _pool_lock_fd: int | None = None
+    _temporary: list[Path] = field(default_factory=list[Path])
+
+    @classmethod
+    def acquire(cls, path: Path, *, fresh: bool = False) -> Self:
+        """Create and lock `path`.
+
+        Raises StartError when another server runs there, when it holds a recording and `fresh`
+        is false, or when it cannot be used. `fresh` removes what a server left there, and only
+        that.
+        """
+        path = path.expanduser().absolute()
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StartError(
+                f"run directory {path} cannot be used ({error.strerror}): "
+                "choose another with --run-dir"
+            ) from error
+        try:
+            _lock(lock_fd, path)
+            leftovers = [name for name in _RECORDING if _holds_something(path / name)]
+            if leftovers and not fresh:
+                raise StartError(
+                    f"run directory {path} holds a recording ({', '.join(leftovers)}): "
+                    "choose another with --run-dir, or replace it with --fresh"
+                )
+            _remove_own(path)
+            for name in _FOLDERS:
+                (path / name).mkdir(mode=0o700, exist_ok=True)
+            os.ftruncate(lock_fd, 0)
+            os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
+            run_dir = cls(path=path, sockets=path / "sock", _lock_fd=lock_fd)
+            run_dir._shorten_sockets()
+        except BaseException:
+            os.close(lock_fd)
+            raise
+        return run_dir
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def rings(self) -> Path:
+        return self.path / "rings"
+
+    @property
+    def traces(self) -> Path:
+        return self.path / "traces"
+
+    @property
+    def state_file(self) -> Path:
+        return self.path / "server.json"
+
+    def log(self, instance: str) -> Path:
+        return self.path / "logs" / f"{instance}.log"
+
+    def config(self, instance: str) -> Path:
+        return self.path / "config" / f"{instance}.json"
+
+    def endpoint(self, instance: str) -> str:
+        """ZeroMQ endpoint of a process on this host."""
+        return f"ipc://{self.sockets / instance}"
+
+    def place_pools(self, num_bytes: int, *, shared_memory: Path = SHARED_MEMORY) -> Path:
+        """Choose where `num_bytes` of KV pools go: shared memory if it has room, else the run
+        directory. Raises StartError when neither has.
+        """
+        remove_stale_pools(shared_memory)
+        needed = num_bytes + _POOL_MARGIN_BYTES
+        if _free_bytes(shared_memory) >= needed:
+            # Named like a pool folder only once locked, or another start might take it for stale.
+            made = Path(tempfile.mkdtemp(prefix="pdtrace-new-", dir=shared_memory))
+            self._pool_lock_fd = os.open(
+                made / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+            fcntl.flock(self._pool_lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            folder = made.rename(shared_memory / made.name.replace("pdtrace-new-", _pool_prefix()))
+            self._temporary.append(folder)
+        elif _free_bytes(self.path) >= needed:
+            folder = self.path / "kv"
+        else:
+            raise StartError(
+                f"KV pools need {needed / 2**20:.0f} MiB, but {shared_memory} has "
+                f"{_free_bytes(shared_memory) / 2**20:.0f} and {self.path} "
+                f"{_free_bytes(self.path) / 2**20:.0f} MiB free: lower --prefill-pages and "
+                "--decode-pages"
+            )
+        self.pools = folder
+        return folder
+
+    def point_latest(self) -> None:
+        """Let `latest`, beside this directory, name it; a `latest` that is no link stays."""
+        link = self.path.parent / LATEST
+        temporary = self.path.parent / f".{LATEST}.{os.getpid()}"
+        if link.exists() and not link.is_symlink():
+            return
+        with contextlib.suppress(OSError):  # a convenience: a read-only parent is no error
+            temporary.symlink_to(self.path.name)
+            temporary.replace(link)
+
+    def release(self) -> None:
+        """Remove sockets and pools, keep the recording, unlock. Idempotent."""
+        if self._lock_fd < 0:
+            return
+        for folder in (*self._temporary, self.path / "sock", self.path / "kv"):
+            shutil.rmtree(folder, ignore_errors=True)
+        if self._pool_lock_fd is not None:
+            os.close(self._pool_lock_fd)
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+
+    def _shorten_sockets(self) -> None:
+        if len(os.fsencode(self.sockets)) > _MAX_SOCKET_PATH - 32:
+            self.sockets = Path(tempfile.mkdtemp(prefix="pdtrace-sock-"))
+            self._temporary.append(self.sockets)
+
+
+def timestamped(parent: Path) -> Path:
+    """An unused path below `parent` named by the local time, such as `run/20250131-235959`."""
+    name = time.strftime("%Y%m%d-%H%M%S")
+    path = parent / name
+    suffix = 2
+    while path.exists():
+        path = parent / f"{name}-{suffix}"
+        suffix += 1
+    return path
+
+
+def remove_stale_pools(shared_memory: Path = SHARED_MEMORY) -> list[Path]:
+    """Remove pool folders of this user whose server is gone; return what was removed."""
+    removed: list[Path] = []
+    for folder in shared_memory.glob(f"{_pool_prefix()}*"):
+        with contextlib.suppress(OSError):  # it went away, or it is being made this moment
+            status = folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                continue
+            fd = os.open(folder / "owner", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+                removed.append(folder)
+            finally:
+                os.close(fd)
+    return removed
+
+
+def _pool_prefix() -> str:
+    return f"pdtrace-kv-{os.getuid()}-"
+
+
+def _lock(fd: int, path: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        raise StartError(
+            f"run directory {path} is in use by another server (pid {holder}): "
+            "choose another with --run-dir"
+        ) from error
+
+
+def _holds_something(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _remove_own(path: Path) -> None:
+    for name in _FOLDERS:
+        entry = path / name
+        if entry.is_symlink() or entry.is_file():
+            raise StartError(f"{entry} is not a folder: choose another --run-dir")
+        shutil.rmtree(entry, ignore_errors=True)
+    for name in _FILES:
+        (path / name).unlink(missing_ok=True)
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize
