@@ -110,7 +110,10 @@ class DecodeRequest(Message, frozen=True, kw_only=True):
 
 
 class PrefillRequest(Message, frozen=True, kw_only=True):
-    """Gateway → prefill: compute this prompt once decode has published its pages."""
+    """Gateway → prefill: compute this prompt once decode has published its pages.
+
+    ignore_eos   with `early`: a boundary token that ends the sequence does not finish the request
+    """
 
     context: RequestContext
     prompt_ids: tuple[int, ...]
@@ -120,6 +123,7 @@ class PrefillRequest(Message, frozen=True, kw_only=True):
     early: bool
     decode: Peer
     gateway: Peer
+    ignore_eos: bool = False
     faults: dict[str, int] = {}
 
 
@@ -238,6 +242,7 @@ class TokenItem(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one request from one step.
 
     index           output index of the first of them
+    token_ids       empty only with a finish_reason that is known later than the last token
     finish_reason   "stop" or "length" with the last token, else None
     """
 
