@@ -1,0 +1,55 @@
+"""The wheel ships `pdtrace` alone; the server runs from the checkout."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_wheel_holds_only_pdtrace(wheel: zipfile.ZipFile) -> None:
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"pdtrace"}
+    assert "pdtrace/py.typed" in wheel.namelist()
+
+
+def test_wheel_holds_every_module_of_pdtrace(wheel: zipfile.ZipFile) -> None:
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "pdtrace").rglob("*.py")}
+    assert sources <= set(wheel.namelist())
+
+
+def test_base_install_is_light(wheel: zipfile.ZipFile) -> None:
+    (name,) = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
+    requires = [
+        line.removeprefix("Requires-Dist: ")
+        for line in wheel.read(name).decode().splitlines()
+        if line.startswith("Requires-Dist: ") and "extra ==" not in line
+    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert len(requires) == len(project["dependencies"])
+    heavy = ("torch", "pyzmq", "starlette", "uvicorn", "numpy", "transformers")
+    assert not [line for line in requires if line.startswith(heavy)]
+
+
+def test_licence_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
+    assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
