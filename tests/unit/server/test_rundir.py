@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from server import rundir
+from server.errors import StartError
+from server.rundir import RunDir, remove_stale_pools, timestamped
+
+
+def test_acquire_makes_private_folders(tmp_path: Path) -> None:
+    with RunDir.acquire(tmp_path / "run") as run_dir:
+        for folder in (run_dir.path, run_dir.rings, run_dir.traces, run_dir.log("a").parent):
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_second_server_on_the_same_run_directory_is_refused(tmp_path: Path) -> None:
+    with (
+        RunDir.acquire(tmp_path),
+        pytest.raises(StartError, match=rf"in use by another server \(pid {os.getpid()}\)"),
+    ):
+        RunDir.acquire(tmp_path, fresh=True)
+
+
+def test_run_directory_is_free_again_after_release(tmp_path: Path) -> None:
+    RunDir.acquire(tmp_path).release()
+    RunDir.acquire(tmp_path).release()
+
+
+@pytest.mark.parametrize("folder", ["rings", "traces", "logs"])
+def test_recording_is_not_overwritten_unasked(tmp_path: Path, folder: str) -> None:
+    with RunDir.acquire(tmp_path):
+        (tmp_path / folder / "kept").write_text("data")
+    with pytest.raises(StartError, match=r"holds a recording .*--fresh"):
+        RunDir.acquire(tmp_path)
+    assert (tmp_path / folder / "kept").read_text() == "data"
+
+
+def test_a_refused_start_leaves_the_directory_unlocked(tmp_path: Path) -> None:
+    with RunDir.acquire(tmp_path):
+        (tmp_path / "rings" / "kept").write_text("data")
+    with pytest.raises(StartError):
+        RunDir.acquire(tmp_path)
+    RunDir.acquire(tmp_path, fresh=True).release()
+
+
+def test_fresh_removes_only_what_a_server_made(tmp_path: Path) -> None:
+    with RunDir.acquire(tmp_path):
+        (tmp_path / "rings" / "old").write_text("data")
+    (tmp_path / "notes.txt").write_text("mine")
+    with RunDir.acquire(tmp_path, fresh=True) as run_dir:
+        assert list(run_dir.rings.iterdir()) == []
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_unusable_run_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartError, match=r"file/run cannot be used"):
+        RunDir.acquire(tmp_path / "file" / "run")
+
+
+def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "precious").write_text("data")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "rings").symlink_to(victim)
+    with pytest.raises(StartError, match="rings"):
+        RunDir.acquire(run, fresh=True)
+    assert (victim / "precious").exists()
+
+
+def test_release_keeps_the_recording_and_removes_sockets_and_pools(tmp_path: Path) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    run_dir = RunDir.acquire(tmp_path / "run")
+    pools = run_dir.place_pools(1024, shared_memory=shared)
+    (pools / "decode-0").write_bytes(b"kv")
+    (run_dir.sockets / "gateway-0").write_text("")
+    (run_dir.rings / "gateway-0.ring").write_text("marks")
+    run_dir.release()
+    run_dir.release()
+    assert not pools.exists()
+    assert not run_dir.sockets.exists()
+    assert (run_dir.rings / "gateway-0.ring").exists()
+
+
+def test_pools_fall_back_to_the_run_directory_without_shared_memory(tmp_path: Path) -> None:
+    with RunDir.acquire(tmp_path) as run_dir:
+        assert run_dir.place_pools(1024, shared_memory=tmp_path / "absent") == tmp_path / "kv"
+
+
+def test_too_large_pools_are_refused_with_both_sizes(tmp_path: Path) -> None:
+    with (
+        RunDir.acquire(tmp_path) as run_dir,
+        pytest.raises(StartError, match=r"KV pools need \d+ MiB.*lower --prefill-pages"),
+    ):
+        run_dir.place_pools(2**60, shared_memory=tmp_path)
+
+
+def test_pools_of_a_killed_server_are_removed_and_those_of_a_live_one_kept(tmp_path: Path) -> None:
+    prefix = rundir._pool_prefix()  # pyright: ignore[reportPrivateUsage]
+    for name in ("dead", "alive"):
+        (tmp_path / f"{prefix}{name}").mkdir()
+        (tmp_path / f"{prefix}{name}" / "owner").touch()
+    fd = os.open(tmp_path / f"{prefix}alive" / "owner", os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        assert remove_stale_pools(tmp_path) == [tmp_path / f"{prefix}dead"]
+        assert (tmp_path / f"{prefix}alive").is_dir()
+    finally:
+        os.close(fd)
+
+
+def test_long_run_directory_gets_short_socket_paths(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 90)
+    with RunDir.acquire(deep) as run_dir:
+        endpoint = run_dir.endpoint("transfer-0").removeprefix("ipc://")
+        assert len(endpoint) < 108
+        sockets = run_dir.sockets
+        assert stat.S_IMODE(sockets.stat().st_mode) == 0o700
+    assert not sockets.exists()
+
+
+def test_latest_names_the_newest_run_and_never_replaces_a_folder(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        with RunDir.acquire(tmp_path / name) as run_dir:
+            run_dir.point_latest()
+    assert (tmp_path / "latest").resolve() == tmp_path / "two"
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    with RunDir.acquire(tmp_path / "three") as run_dir:
+        run_dir.point_latest()
+    assert not (tmp_path / "latest").is_symlink()
+
+
+def test_timestamped_never_returns_an_existing_path(tmp_path: Path) -> None:
+    first = timestamped(tmp_path)
+    first.mkdir()
+    assert timestamped(tmp_path) != first
