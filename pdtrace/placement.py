@@ -31,6 +31,9 @@ CLOCK_AGREEMENT_NS = 1_000_000
 """Exact times count only where they agree with the wall times this well: otherwise they were
 read on another clock than the root's."""
 
+FIRST_TOKEN_HOP = "hop.token"  # noqa: S105 - a stage
+"""It runs beside its neighbours: the first token travels while the chain goes on."""
+
 
 def stage_of(span: Span) -> Stage | None:
     """The stage a span stands for: by `pd.stage`, else by its name."""
@@ -119,7 +122,8 @@ def place(trace: Trace) -> Placement:
             )
         )
     mode = _mode(root, placed)
-    chain = _in_causal_order(placed, mode)
+    streamed = root is None or root.attributes.get(a.STREAM.key) is not False
+    chain = _in_causal_order(placed, mode, streamed=streamed)
     return Placement(
         root=root,
         rivals=rivals,
@@ -229,13 +233,16 @@ def _mode(root: Span | None, placed: Sequence[Placed]) -> Mode:
     return Mode.PD
 
 
-def _in_causal_order(placed: Sequence[Placed], mode: Mode) -> list[Placed]:
+def _in_causal_order(placed: Sequence[Placed], mode: Mode, *, streamed: bool) -> list[Placed]:
     """Chain spans sorted by what must precede what: before the attempts, each attempt, after them.
 
     An attempt's spans are limited to the time before the next attempt: a worker may notice late
-    that its attempt was given up.
+    that its attempt was given up. An answer that is not streamed is one write: its first token
+    leaves with its last, so the first token's way stands after the generation, not before it.
     """
     rank = {stage.name: position for position, stage in enumerate(CHAINS[mode])}
+    if not streamed:
+        rank[FIRST_TOKEN_HOP] = len(rank)
     chain = [item for item in placed if item.stage.name in rank]
     begun: dict[int, int] = {}
     for item in chain:
@@ -246,6 +253,8 @@ def _in_causal_order(placed: Sequence[Placed], mode: Mode) -> list[Placed]:
     first_of_attempt = min(rank[s.name] for s in CHAINS[mode] if s.parent == ATTEMPT_SPAN)
 
     def group(item: Placed) -> int:
+        if item.stage.name == FIRST_TOKEN_HOP and not streamed:
+            return after_all
         if item.stage.parent == ATTEMPT_SPAN:
             return item.attempt
         return 0 if rank[item.stage.name] < first_of_attempt else after_all

@@ -33,7 +33,7 @@ from pdtrace.placement import (
     split_requests,
     stage_of,
 )
-from pdtrace.spans import AttrValue, StatusCode, Trace
+from pdtrace.spans import AttrValue, Span, StatusCode, Trace
 from pdtrace.stages import (
     CHAINS,
     STAGES,
@@ -104,7 +104,9 @@ class StageVisit:
     """One span of a stage. Times are nanoseconds from the request's begin, as recorded.
 
     owned_ns   time of the partition that this span owns; 0 for stages beside the chain
-    error      the request or the attempt ended here
+    outcome    how the request or the attempt ended, where it ended in this stage
+    waits      every wait recorded here, in order
+    cause      the wait that explains most of the time; None if none was recorded
     """
 
     name: str
@@ -115,9 +117,10 @@ class StageVisit:
     span_id: str
     service: str
     instance: str | None
-    error: bool
+    outcome: Outcome | None
     attributes: Mapping[str, AttrValue]
     waits: tuple[Wait, ...]
+    cause: Wait | None
 
     @property
     def duration_ns(self) -> int:
@@ -328,6 +331,7 @@ def _details(
 
 def _visit(item: Placed) -> StageVisit:
     span = item.span
+    waits = _waits(item)
     return StageVisit(
         name=item.stage.name,
         attempt=item.attempt,
@@ -337,10 +341,30 @@ def _visit(item: Placed) -> StageVisit:
         span_id=span.span_id,
         service=span.resource.service_name,
         instance=span.resource.instance_id,
-        error=span.status is StatusCode.ERROR,
+        outcome=_ended_here(span),
         attributes=span.attributes,
-        waits=_waits(item),
+        waits=waits,
+        cause=_cause(waits, text(span.attributes, a.WAIT_REASON)),
     )
+
+
+def _ended_here(span: Span) -> Outcome | None:
+    outcome = _outcome(span.attributes)
+    if outcome is None and span.status is StatusCode.ERROR:
+        return Outcome.FAILED
+    return None if outcome is Outcome.COMPLETED else outcome
+
+
+def _cause(waits: Sequence[Wait], named: str | None) -> Wait | None:
+    """The longest wait of the reason that the recorder names, else of the reason held longest."""
+    if not waits:
+        return None
+    held: defaultdict[str, int] = defaultdict(int)
+    for wait in waits:
+        held[wait.reason] += wait.for_ns or 0
+    reason = named or max(held, key=lambda key: held[key])
+    alike = [wait for wait in waits if wait.reason == reason] or list(waits)
+    return max(alike, key=lambda wait: wait.for_ns or 0)
 
 
 def _by_begin(item: Placed) -> tuple[int, int, str]:
@@ -398,8 +422,8 @@ def _outcome(attributes: Mapping[str, AttrValue]) -> Outcome | None:
 
 
 def _failed_stage(placement: Placement) -> str | None:
-    """The chain stage that ended last among those that ended in an error."""
-    failed = [item for item in placement.chain if item.span.status is StatusCode.ERROR]
+    """The chain stage that ended last among those in which the request or an attempt ended."""
+    failed = [item for item in placement.chain if _ended_here(item.span)]
     return max(failed, key=lambda item: item.end).stage.name if failed else None
 
 

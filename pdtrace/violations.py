@@ -13,7 +13,14 @@ from enum import StrEnum
 
 from pdtrace import semconv as a
 from pdtrace.attributes import integer, text
-from pdtrace.placement import CLOSABLE_GAP_NS, Placed, Placement, is_attempt, stage_of
+from pdtrace.placement import (
+    CLOSABLE_GAP_NS,
+    FIRST_TOKEN_HOP,
+    Placed,
+    Placement,
+    is_attempt,
+    stage_of,
+)
 from pdtrace.spans import Span, Trace
 from pdtrace.stages import (
     CHAINS,
@@ -27,8 +34,6 @@ _CHAIN_NAMES = frozenset(stage.name for chain in CHAINS.values() for stage in ch
 _AFTER_BOUNDARY = frozenset(
     {"transfer", "hop.notice", "decode.queue", "decode.first", "decode.generate", "gateway.finish"}
 )
-# The first token travels to the client while the chain goes on.
-_BESIDE_NEIGHBOURS = "hop.token"
 
 
 class ViolationKind(StrEnum):
@@ -96,7 +101,7 @@ def find_overlaps(placement: Placement) -> tuple[Overlap, ...]:
             until = min(item.end, item.limit, furthest.end, furthest.limit)
             shared = until - max(item.begin, furthest.begin)
             if shared > slack:
-                expected = furthest.stage.name == _BESIDE_NEIGHBOURS
+                expected = FIRST_TOKEN_HOP in {furthest.stage.name, item.stage.name}
                 overlaps.append(Overlap(furthest.stage.name, item.stage.name, shared, expected))
         if furthest is None or item.end > furthest.end:
             furthest = item
@@ -165,7 +170,7 @@ def _disordered(placement: Placement) -> Iterator[Violation]:
     slack = _slack(placement)
     latest: Placed | None = None
     for item in placement.chain:
-        if item.stage.name == _BESIDE_NEIGHBOURS:
+        if item.stage.name == FIRST_TOKEN_HOP:
             continue
         if latest is not None and item.attempt == latest.attempt:
             early = latest.begin - item.begin

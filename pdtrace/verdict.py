@@ -1,0 +1,417 @@
+"""Which stage held a request up, by how much, and why. Pure.
+
+Owns the outlier rule (`VerdictPolicy`), the choice of the guilty stage, and the sentences. Usual
+times come from `pdtrace.baselines`.
+
+The rule: a stage has stalled a request if its excess over its usual time
+
+- is at least `floor_s`, and at least `spreads` times its peers' spread,
+- is at least `share` of the whole request, and
+- makes the stage at least `ratio` times as long as usual.
+
+Among stages that pass, the one with the largest excess is guilty. Pauses inside generation
+(`decode.gap`, `decode.preempted`) are judged by themselves; stages beside the chain never are:
+they are other views of the same time (`prefill.bootstrap` is `decode.reserve` seen from prefill).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdtrace import semconv as a
+from pdtrace.baselines import (
+    NESTED_LEAVES,
+    Baselines,
+    Leaf,
+    RollingBaselines,
+    Usual,
+    Yardstick,
+    leaves,
+)
+from pdtrace.duration import seconds_text
+from pdtrace.spans import AttrValue
+from pdtrace.stages import STAGE_BY_NAME, Kind, Outcome
+from pdtrace.timeline import StageVisit, Timeline, Wait
+from pdtrace.waits import describe_wait
+
+__all__ = [
+    "Assessment",
+    "Baselines",
+    "Confidence",
+    "RollingBaselines",
+    "Verdict",
+    "VerdictKind",
+    "VerdictPolicy",
+    "judge",
+    "judge_all",
+    "stall_attributes",
+]
+
+# The same time, seen by another process; it may know the reason where the stage itself does not.
+_MIRRORS = {"decode.reserve": "prefill.bootstrap"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerdictPolicy:
+    """When an excess counts as a stall. Raises ValueError for values out of range.
+
+    floor_s        seconds; shorter excesses never count
+    spreads        how many of its peers' spreads an excess must reach
+    share          part of the request, 0 to 1, that an excess must make up
+    ratio          how many times its usual time the stage must take
+    enough_peers   with fewer peers a verdict's confidence is low
+    """
+
+    floor_s: float = 0.3
+    spreads: float = 4.0
+    share: float = 0.25
+    ratio: float = 1.5
+    enough_peers: int = 5
+
+    def __post_init__(self) -> None:
+        if self.floor_s < 0 or self.spreads < 0 or not 0 <= self.share <= 1 or self.ratio < 1:
+            raise ValueError(
+                f"{self}: floor_s and spreads must be 0 or more, share 0 to 1, ratio 1 or more"
+            )
+        if self.enough_peers < 1:
+            raise ValueError(f"enough_peers is {self.enough_peers}; it must be 1 or more")
+
+
+DEFAULT_POLICY = VerdictPolicy()
+
+
+class VerdictKind(StrEnum):
+    """What a verdict says of a request."""
+
+    HEALTHY = "healthy"  # it completed, and no stage passes the outlier rule
+    STALLED = "stalled"  # it completed, and `stage` held it up
+    ENDED = "ended"  # it did not complete; `stage` is where it ended
+    UNKNOWN = "unknown"  # it cannot be judged: no peers, or no root
+
+
+class Confidence(StrEnum):
+    """How far a verdict can be trusted."""
+
+    HIGH = "high"
+    LOW = "low"  # few peers, or an incomplete recording
+    NONE = "none"  # nothing to compare with
+
+
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    """One judged leaf. `usual` is None without peers; `stalled` says it passes the rule."""
+
+    leaf: Leaf
+    usual: Usual | None
+    stalled: bool
+
+    @property
+    def excess_ns(self) -> int:
+        """Nanoseconds above the usual time; 0 without peers or below it."""
+        return 0 if self.usual is None else max(0, self.leaf.ns - round(self.usual.ns))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The answer for one request.
+
+    stage              guilty stage (STALLED), stage it ended in (ENDED), longest one otherwise;
+                       None if no stage was recorded
+    chain_stage        the chain stage that `stage` lies in; the same unless it is a pause
+    detail             nested stage that most of the time went to (`transfer.copy`), or None
+    stage_ns           time of `stage` in the partition
+    usual_ns           its usual time; None without peers
+    excess_ns          time above usual; None without peers
+    share              part of the request that the excess makes up; of `stage_ns` without peers
+    counterfactual_ns  length of the request had the stage taken its usual time, or None
+    stall              the assessment that passes the rule, also for a request that did not
+                       complete; None if none does
+    cause              clause that says what was waited for, with its numbers, or None
+    wait               the wait behind `cause`
+    notes              sentences on what weakens the verdict
+    sentence           the verdict for people, one or two sentences
+    """
+
+    kind: VerdictKind
+    stage: str | None
+    chain_stage: str | None
+    detail: str | None
+    stage_ns: int
+    usual_ns: int | None
+    excess_ns: int | None
+    share: float
+    counterfactual_ns: int | None
+    stall: Assessment | None
+    cause: str | None
+    wait: Wait | None
+    advice: str | None
+    confidence: Confidence
+    peers: int
+    notes: tuple[str, ...]
+    assessments: tuple[Assessment, ...]
+    sentence: str
+
+    @property
+    def stalled(self) -> bool:
+        """Whether some stage passes the outlier rule."""
+        return self.stall is not None
+
+
+def judge_all(
+    timelines: Sequence[Timeline], policy: VerdictPolicy = DEFAULT_POLICY
+) -> list[Verdict]:
+    """Judge each request against the others."""
+    baselines = Baselines(timelines)
+    return [judge(timeline, baselines, policy) for timeline in timelines]
+
+
+def judge(
+    timeline: Timeline, baselines: Yardstick, policy: VerdictPolicy = DEFAULT_POLICY
+) -> Verdict:
+    """Judge one request; `baselines` may or may not hold it, it is never compared with itself."""
+    assessments = tuple(
+        _assess(leaf, baselines.usual(timeline, leaf), timeline.total_ns, policy)
+        for leaf in leaves(timeline)
+    )
+    stall = max((x for x in assessments if x.stalled), key=lambda x: x.excess_ns, default=None)
+    kind = _kind(timeline, assessments, stall)
+    chosen = _chosen(timeline, kind, assessments, stall)
+    wait = _wait(timeline, chosen.leaf) if chosen else None
+    cause = describe_wait(wait) if wait else None
+    peers = chosen.usual.peers if chosen and chosen.usual else 0
+    notes = tuple(_notes(timeline, kind, peers, policy))
+    excess = chosen.excess_ns if chosen and chosen.usual else None
+    counterfactual = None
+    if kind is VerdictKind.STALLED and stall is not None:
+        counterfactual = _counterfactual(timeline, stall)
+    share = 0.0
+    if chosen and timeline.total_ns:
+        share = (chosen.leaf.ns if excess is None else excess) / timeline.total_ns
+    return Verdict(
+        kind=kind,
+        stage=chosen.leaf.name if chosen else None,
+        chain_stage=chosen.leaf.outer if chosen else None,
+        detail=_detail(timeline, chosen.leaf) if chosen else None,
+        stage_ns=chosen.leaf.ns if chosen else 0,
+        usual_ns=round(chosen.usual.ns) if chosen and chosen.usual else None,
+        excess_ns=excess,
+        share=share,
+        counterfactual_ns=counterfactual,
+        stall=stall,
+        cause=cause,
+        wait=wait,
+        advice=STAGE_BY_NAME[chosen.leaf.name].advice if chosen else None,
+        confidence=_confidence(timeline, kind, peers, policy),
+        peers=peers,
+        notes=notes,
+        assessments=assessments,
+        sentence=_sentence(timeline, kind, chosen, stall, cause),
+    )
+
+
+def stall_attributes(verdict: Verdict) -> dict[str, AttrValue]:
+    """`pd.stall.*` for the root span; empty if no stage passes the rule."""
+    if verdict.stall is None:
+        return {}
+    attributes: dict[str, AttrValue] = {
+        a.STALL_STAGE.key: verdict.stall.leaf.name,
+        a.STALL_SECONDS.key: verdict.stall.excess_ns / 1e9,
+    }
+    if verdict.wait is not None and verdict.stage == verdict.stall.leaf.name:
+        attributes[a.STALL_REASON.key] = verdict.wait.reason
+    return attributes
+
+
+def _assess(leaf: Leaf, usual: Usual | None, total_ns: int, policy: VerdictPolicy) -> Assessment:
+    if usual is None:
+        return Assessment(leaf, None, stalled=False)
+    excess = leaf.ns - usual.ns
+    stalled = (
+        excess > 0
+        and excess >= policy.floor_s * 1e9
+        and excess >= policy.spreads * usual.spread_ns
+        and excess >= policy.share * total_ns
+        and leaf.ns >= policy.ratio * usual.ns
+    )
+    return Assessment(leaf, usual, stalled)
+
+
+def _kind(
+    timeline: Timeline, assessments: Sequence[Assessment], stall: Assessment | None
+) -> VerdictKind:
+    if timeline.outcome not in {None, Outcome.COMPLETED}:
+        return VerdictKind.ENDED
+    if stall is not None:
+        return VerdictKind.STALLED
+    judged = any(assessment.usual is not None for assessment in assessments)
+    return VerdictKind.HEALTHY if judged and timeline.outcome else VerdictKind.UNKNOWN
+
+
+def _chosen(
+    timeline: Timeline,
+    kind: VerdictKind,
+    assessments: Sequence[Assessment],
+    stall: Assessment | None,
+) -> Assessment | None:
+    """The stage a verdict speaks of."""
+    if kind is VerdictKind.ENDED:
+        for assessment in assessments:
+            if assessment.leaf.name == timeline.outcome_stage:
+                return _pause_or(assessment, assessments)
+    if stall is not None:
+        return stall
+    return max(assessments, key=lambda x: x.leaf.ns, default=None)
+
+
+def _pause_or(ended: Assessment, assessments: Sequence[Assessment]) -> Assessment:
+    """The pause that most of the ended stage's time went to, else the stage."""
+    pauses = [x for x in assessments if x.leaf.outer == ended.leaf.name and x is not ended]
+    longest = max(pauses, key=lambda x: x.leaf.ns, default=None)
+    return longest if longest and longest.leaf.ns > ended.leaf.ns else ended
+
+
+def _wait(timeline: Timeline, leaf: Leaf) -> Wait | None:
+    for name in (leaf.name, _MIRRORS.get(leaf.name)):
+        visits = [visit for visit in timeline.visits if visit.name == name and visit.cause]
+        if visits:
+            return max(visits, key=_weight).cause
+    if STAGE_BY_NAME[leaf.name].kind is Kind.WAIT:
+        return None
+    # A working stage that waited inside: its nested stages know.
+    nested = [v for v in timeline.visits if STAGE_BY_NAME[v.name].within == leaf.name and v.cause]
+    nested = [v for v in nested if v.name not in NESTED_LEAVES.get(leaf.name, ())]
+    return max(nested, key=_weight).cause if nested else None
+
+
+def _weight(visit: StageVisit) -> tuple[int, int]:
+    return (visit.owned_ns, visit.duration_ns)
+
+
+def _detail(timeline: Timeline, leaf: Leaf) -> str | None:
+    """The nested stage that more than half of a stage's time went to."""
+    if leaf.name != leaf.outer or leaf.ns <= 0:
+        return None
+    inner = [p for p in timeline.details.get(leaf.name, ()) if p.name != leaf.name]
+    longest = max(inner, key=lambda part: part.ns, default=None)
+    return longest.name if longest and longest.ns * 2 > leaf.ns else None
+
+
+def _confidence(
+    timeline: Timeline, kind: VerdictKind, peers: int, policy: VerdictPolicy
+) -> Confidence:
+    if kind is VerdictKind.UNKNOWN:
+        return Confidence.NONE
+    doubtful = timeline.root_id is None or a.INCOMPLETE.key in timeline.attributes
+    if kind is not VerdictKind.ENDED and peers < policy.enough_peers:
+        doubtful = True
+    # A missing stage leaves its time unexplained: that may be the stall.
+    if timeline.unexplained_ns > policy.share * timeline.total_ns:
+        doubtful = True
+    return Confidence.LOW if doubtful else Confidence.HIGH
+
+
+def _notes(timeline: Timeline, kind: VerdictKind, peers: int, policy: VerdictPolicy) -> list[str]:
+    notes: list[str] = []
+    if peers == 0:
+        notes.append("No other completed request to compare with.")
+    elif peers < policy.enough_peers and kind is not VerdictKind.ENDED:
+        s = "" if peers == 1 else "s"
+        notes.append(f"Compared with only {peers} request{s}: the usual times are uncertain.")
+    if timeline.unexplained_ns > policy.share * timeline.total_ns:
+        missing = sorted(
+            {v.stage for v in timeline.violations if v.kind == "missing_stage" and v.stage}
+        )
+        which = f" (missing: {', '.join(missing)})" if missing else ""
+        notes.append(
+            f"{seconds_text(timeline.unexplained_ns)} of the request is not covered by any stage"
+            f"{which}: the cause may lie there."
+        )
+    return notes
+
+
+def _counterfactual(timeline: Timeline, stall: Assessment) -> int:
+    """The request's length had the stage taken its usual time.
+
+    What ran beside the stage (`Overlap`) would have taken its time all the same.
+    """
+    beside = sum(overlap.ns for overlap in timeline.overlaps if overlap.first == stall.leaf.outer)
+    return timeline.total_ns - max(0, stall.excess_ns - beside)
+
+
+def _sentence(
+    timeline: Timeline,
+    kind: VerdictKind,
+    chosen: Assessment | None,
+    stall: Assessment | None,
+    cause: str | None,
+) -> str:
+    name = timeline.request_id or timeline.trace_id
+    total = seconds_text(timeline.total_ns)
+    if chosen is None:
+        ended = f"{_ending(timeline)} after" if kind is VerdictKind.ENDED else "took"
+        return f"{name} {ended} {total}; no stage was recorded."
+    stage, took = chosen.leaf.name, seconds_text(chosen.leaf.ns)
+    share = chosen.leaf.ns / timeline.total_ns if timeline.total_ns else 0
+    because = f" {cause[0].upper()}{cause[1:]}." if cause else ""
+    match kind:
+        case VerdictKind.ENDED:
+            sentence = f"{name} {_ending(timeline)} after {total}"
+            if stage == timeline.outcome_stage or chosen.leaf.outer == timeline.outcome_stage:
+                sentence += f" in {stage}, {took} into it.{because}"
+            else:
+                sentence += f"; {stage} took {took}.{because}"
+            if stall is not None and stall.leaf.name != stage:
+                sentence += f" Before that, {stall.leaf.name} took {_excess(stall)}."
+            return sentence
+        case VerdictKind.STALLED:
+            share = chosen.excess_ns / timeline.total_ns
+            sentence = f"{name} stalled in {stage}: {_excess(chosen)}, {share:.0%} of the request."
+            return f"{sentence}{because} {_without_stall(timeline, chosen)}"
+        case VerdictKind.HEALTHY:
+            return f"{name} is not stalled: {total}, of which {stage} took {took} ({share:.0%})."
+        case VerdictKind.UNKNOWN:
+            return (
+                f"{name} took {total}, most of it in {stage}: {took} ({share:.0%}).{because} "
+                "There is no other request to say whether that is slow."
+            )
+
+
+def _without_stall(timeline: Timeline, stall: Assessment) -> str:
+    shorter = _counterfactual(timeline, stall)
+    total = seconds_text(timeline.total_ns)
+    if shorter < timeline.total_ns - stall.excess_ns // 2:
+        return (
+            f"At its usual time the request would have taken {seconds_text(shorter)}, not {total}."
+        )
+    late = seconds_text(stall.excess_ns)
+    return f"Other stages ran meanwhile: the first token came {late} late, the last one did not."
+
+
+def _excess(assessment: Assessment) -> str:
+    assert assessment.usual is not None
+    took, usual = seconds_text(assessment.leaf.ns), seconds_text(assessment.usual.ns)
+    if assessment.usual.ns < 1_000:
+        return f"{took}, where others have none"
+    return f"{took} instead of the usual {usual}"
+
+
+def _ending(timeline: Timeline) -> str:
+    """`timed out (deadline)`, `was cancelled by client`."""
+    match timeline.outcome:
+        case Outcome.TIMED_OUT:
+            phrase = "timed out"
+        case Outcome.FAILED:
+            phrase = "failed"
+        case Outcome.LOST:
+            phrase = "was lost"
+        case Outcome.CANCELLED | Outcome.REJECTED as outcome:
+            phrase = f"was {outcome.value}"
+        case Outcome.COMPLETED | None:
+            phrase = "ended"
+    if timeline.outcome_by:
+        phrase += f" by {timeline.outcome_by}"
+    if timeline.outcome_reason:
+        phrase += f" ({timeline.outcome_reason})"
+    return phrase
