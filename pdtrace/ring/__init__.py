@@ -1,0 +1,28 @@
+"""The ring file: one process appends records to it, any number of readers follow.
+
+`layout` describes the bytes, `codec` the record bodies, `writer` and `reader` do the work, `files`
+makes and finds rings on disk. See `pdtrace.recorder` for the API that instrumented programs use.
+"""
+
+from pdtrace.ring.files import create_ring, scan_rings
+from pdtrace.ring.layout import FORMAT_VERSION, Counter, RingCapacity, RingIdentity
+from pdtrace.ring.reader import RingPosition, RingReader
+from pdtrace.ring.records import EndRecord, MarkRecord, OpenRecord, Record, Value
+from pdtrace.ring.writer import RingWriter
+
+__all__ = [
+    "FORMAT_VERSION",
+    "Counter",
+    "EndRecord",
+    "MarkRecord",
+    "OpenRecord",
+    "Record",
+    "RingCapacity",
+    "RingIdentity",
+    "RingPosition",
+    "RingReader",
+    "RingWriter",
+    "Value",
+    "create_ring",
+    "scan_rings",
+]

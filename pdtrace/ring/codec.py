@@ -1,0 +1,295 @@
+"""Record bodies to and from bytes. Knows nothing of files, blocks or threads.
+
+A mark's values follow the body head in the order of its attributes: `int` and `float` take 8 bytes,
+`bool` 1, `str` 1 for its length; the bytes of all strings come last. An absent value keeps its
+place as zero and lacks its presence bit.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import SupportsFloat, SupportsIndex, cast
+
+import msgspec
+
+from pdtrace.errors import RecordError
+from pdtrace.propagation import MAX_TRACESTATE_CHARS, RequestContext
+from pdtrace.ring.layout import (
+    BODY_HEAD,
+    FIRST_CONTROL_KIND,
+    KIND_END,
+    KIND_OPEN,
+    MAX_ID_BYTES,
+    MAX_STRING_BYTES,
+)
+from pdtrace.ring.records import EndRecord, MarkRecord, OpenRecord, Record, Value
+from pdtrace.semconv import AttrType
+from pdtrace.stages import MARKS, Mark, Role
+
+Encode = Callable[[int, int, int, tuple[Value, ...]], bytes]
+"""(attempt, key, t_ns, values) -> body."""
+
+Decode = Callable[[bytes], Record]
+
+_FORMATS: Mapping[AttrType, str] = {
+    AttrType.INT: "q",
+    AttrType.FLOAT: "d",
+    AttrType.BOOL: "?",
+    AttrType.STR: "B",
+}
+_STR, _BOOL = AttrType.STR, AttrType.BOOL  # globals: read once per value
+_INT64 = range(-(2**63), 2**63)
+_MAX_ATTEMPT = 2**32 - 1
+
+Schema = dict[int, list[tuple[str, str]]]
+
+SCHEMA: Schema = {
+    int(mark): [(attr.key, attr.type.value) for attr in spec.attrs] for mark, spec in MARKS.items()
+}
+"""Attributes of every mark, as this version writes them."""
+
+
+def encode_head(kind: int, attempt: int, key: int, t_ns: int) -> bytes:
+    """Body of a mark without values, or of an END record."""
+    return BODY_HEAD.pack(kind, 0, attempt, key, t_ns)
+
+
+_context_encoder = msgspec.msgpack.Encoder()
+_context_decoder = msgspec.msgpack.Decoder(RequestContext)
+
+
+def encode_open(context: RequestContext, key: int, t_ns: int) -> tuple[bytes, int]:
+    """Body of an OPEN record, and how many of its strings were cut."""
+    truncated = 0
+    # One character takes at most 4 bytes, so most ids skip the encoding.
+    if len(context.request_id) * 4 > MAX_ID_BYTES or len(context.handoff_id) * 4 > MAX_ID_BYTES:
+        request_id, cut_request = _fit(context.request_id, MAX_ID_BYTES)
+        handoff_id, cut_handoff = _fit(context.handoff_id, MAX_ID_BYTES)
+        truncated += cut_request + cut_handoff
+        context = msgspec.structs.replace(
+            context,
+            request_id=request_id.decode(),
+            handoff_id=handoff_id.decode(),
+        )
+    if len(context.tracestate) > MAX_TRACESTATE_CHARS:
+        truncated += 1
+        context = msgspec.structs.replace(context, tracestate="")
+    try:
+        encoded = _context_encoder.encode(context)
+    except UnicodeEncodeError:  # lone surrogates
+        context = msgspec.structs.replace(
+            context,
+            request_id=context.request_id.encode(errors="replace").decode(),
+            handoff_id=context.handoff_id.encode(errors="replace").decode(),
+        )
+        encoded = _context_encoder.encode(context)
+    attempt = min(context.attempt, _MAX_ATTEMPT)
+    return encode_head(KIND_OPEN, attempt, key, t_ns) + encoded, truncated
+
+
+def _fit(text: str, limit: int) -> tuple[bytes, bool]:
+    """UTF-8 bytes of `text`, cut to `limit` on a character boundary; whether they were cut."""
+    raw = text.encode(errors="replace")
+    if len(raw) <= limit:
+        return raw, False
+    return raw[:limit].decode(errors="ignore").encode(), True
+
+
+def build_encoders(
+    role: Role, *, on_error: Callable[[Exception], None], on_truncated: Callable[[], None]
+) -> Sequence[Encode | None]:
+    """Encoders by mark value; None for marks that `role` does not record.
+
+    on_error      called with a RecordError for a value that cannot be recorded; the value is left
+                  out and the record is written all the same
+    on_truncated  called for each string that was cut
+    """
+    encoders: list[Encode | None] = [None] * FIRST_CONTROL_KIND
+    for mark, spec in MARKS.items():
+        if role in spec.roles:
+            types = tuple(attr.type for attr in spec.attrs)
+            checked = _checked_encoder(mark, types, on_error, on_truncated)
+            numeric = all(kind in (AttrType.INT, AttrType.FLOAT) for kind in types)
+            encoders[mark] = _numeric_encoder(mark, types, checked) if numeric else checked
+    return encoders
+
+
+def _numeric_encoder(mark: Mark, types: tuple[AttrType, ...], checked: Encode) -> Encode:
+    """Fast path for marks whose attributes are all numbers and all given."""
+    pack = _mark_struct(types).pack
+    kind, count, full = int(mark), len(types), (1 << len(types)) - 1
+
+    def encode(attempt: int, key: int, t_ns: int, values: tuple[Value, ...]) -> bytes:
+        if len(values) == count:
+            try:
+                return pack(kind, full, attempt, key, t_ns, *values)
+            except struct.error:
+                pass  # absent or of a wrong type: the checked encoder sorts it out
+        return checked(attempt, key, t_ns, values)
+
+    return encode
+
+
+def _checked_encoder(
+    mark: Mark,
+    types: tuple[AttrType, ...],
+    on_error: Callable[[Exception], None],
+    on_truncated: Callable[[], None],
+) -> Encode:
+    pack = _mark_struct(types).pack
+    kind = int(mark)
+    count = len(types)
+    padding = (0,) * count
+
+    def encode(attempt: int, key: int, t_ns: int, values: tuple[Value, ...]) -> bytes:
+        fields: list[int | float] = []
+        add = fields.append
+        tail = b""
+        present = 0
+        bit = 1
+        try:
+            for attr_type, value in zip(types, values, strict=False):
+                if value is None:
+                    add(0)
+                else:
+                    present |= bit
+                    if attr_type is _STR:
+                        raw: bytes = value.encode()  # pyright: ignore[reportAttributeAccessIssue] caught below
+                        if len(raw) > MAX_STRING_BYTES:
+                            raw, _ = _fit(value, MAX_STRING_BYTES)  # pyright: ignore[reportArgumentType] a str
+                            on_truncated()
+                        add(len(raw))
+                        tail += raw
+                    elif attr_type is _BOOL and value is not True and value is not False:
+                        raise TypeError
+                    else:
+                        add(value)  # pyright: ignore[reportArgumentType] pack() checks it
+                bit += bit
+            missing = count - len(fields)
+            if missing:
+                fields.extend(padding[:missing])
+            elif len(values) > count:
+                raise TypeError
+            return pack(kind, present, attempt, key, t_ns, *fields) + tail
+        except (struct.error, AttributeError, TypeError, UnicodeEncodeError):
+            sound = _sound_values(mark, types, values, on_error)
+        return encode(attempt, key, t_ns, sound)
+
+    return encode
+
+
+def _sound_values(
+    mark: Mark,
+    types: tuple[AttrType, ...],
+    values: tuple[Value, ...],
+    on_error: Callable[[Exception], None],
+) -> tuple[Value, ...]:
+    """`values` with those that cannot be recorded reported and left out."""
+    sound: list[Value] = []
+    for attr, attr_type, value in zip(MARKS[mark].attrs, types, values, strict=False):
+        try:
+            sound.append(None if value is None else _sound(attr_type, value))
+        except (TypeError, OverflowError):
+            sound.append(None)
+            on_error(
+                RecordError(
+                    f"{mark.name}: {attr.key} takes {attr_type.value} (numbers of 64 bits), "
+                    f"got {type(value).__name__}; the value is left out"
+                )
+            )
+    if len(values) > len(types):
+        on_error(
+            RecordError(
+                f"{mark.name} takes {len(types)} values, got {len(values)}; the rest is left out"
+            )
+        )
+    return tuple(sound)
+
+
+def _sound(attr_type: AttrType, value: object) -> Value:
+    """`value` in a form that packs. Raises TypeError or OverflowError when there is none."""
+    match attr_type:
+        case AttrType.STR:
+            if not isinstance(value, str):
+                raise TypeError
+            return value.encode(errors="replace").decode()  # lone surrogates become "?"
+        case AttrType.BOOL:
+            if value is not True and value is not False:
+                raise TypeError
+            return value
+        case AttrType.INT:
+            number = operator.index(cast("SupportsIndex", value))  # also numpy's integers
+            if number not in _INT64:
+                raise OverflowError
+            return number
+        case AttrType.FLOAT:
+            if isinstance(value, str | bytes):
+                raise TypeError  # float("1.5") would hide the caller's mistake
+            return float(cast("SupportsFloat", value))
+
+
+def _mark_struct(types: Sequence[AttrType]) -> struct.Struct:
+    return struct.Struct(BODY_HEAD.format + "".join(_FORMATS[attr_type] for attr_type in types))
+
+
+def build_decoders(schema: Schema) -> Sequence[Decode | None]:
+    """Decoders by kind for a ring whose writer used `schema`; None for kinds unknown here.
+
+    Attributes are matched by key, so a ring of another pdtrace version reads as far as both know
+    them. Decoders raise `struct.error`, `ValueError` or `msgspec.MsgspecError` on damaged bodies.
+    """
+    decoders: list[Decode | None] = [None] * 256
+    decoders[KIND_OPEN] = _decode_open
+    decoders[KIND_END] = _decode_end
+    for kind, attrs in schema.items():
+        if kind in MARKS:
+            decoders[kind] = _mark_decoder(Mark(kind), attrs)
+    return decoders
+
+
+def _decode_open(body: bytes) -> OpenRecord:
+    _, _, _, key, t_ns = BODY_HEAD.unpack_from(body)
+    context = _context_decoder.decode(memoryview(body)[BODY_HEAD.size :])
+    return OpenRecord(key=key, t_ns=t_ns, context=context)
+
+
+def _decode_end(body: bytes) -> EndRecord:
+    _, _, _, key, t_ns = BODY_HEAD.unpack_from(body)
+    return EndRecord(key=key, t_ns=t_ns)
+
+
+def _mark_decoder(mark: Mark, attrs: Sequence[tuple[str, str]]) -> Decode:
+    types = tuple(AttrType(attr_type) for _, attr_type in attrs)
+    layout = _mark_struct(types)
+    unpack, size = layout.unpack_from, layout.size
+    full = (1 << len(types)) - 1
+    written = [key for key, _ in attrs]
+    known = [attr.key for attr in MARKS[mark].attrs]
+    # Where each attribute known here stands among the written ones; None: not written.
+    places = [written.index(key) if key in written else None for key in known]
+    aligned = written == known
+    has_strings = AttrType.STR in types
+    nothing: tuple[Value, ...] = (None,) * len(known)
+
+    def decode(body: bytes) -> MarkRecord:
+        if len(body) == BODY_HEAD.size:
+            _, _, attempt, key, t_ns = BODY_HEAD.unpack(body)
+            return MarkRecord(mark=mark, key=key, attempt=attempt, t_ns=t_ns, values=nothing)
+        _, present, attempt, key, t_ns, *fields = unpack(body)
+        values: list[Value] = fields
+        if present != full or has_strings:
+            start = size
+            for index, attr_type in enumerate(types):
+                if not present >> index & 1:
+                    values[index] = None
+                elif attr_type is AttrType.STR:
+                    end = start + fields[index]
+                    values[index] = body[start:end].decode(errors="replace")
+                    start = end
+        if not aligned:
+            values = [None if place is None else values[place] for place in places]
+        return MarkRecord(mark=mark, key=key, attempt=attempt, t_ns=t_ns, values=tuple(values))
+
+    return decode

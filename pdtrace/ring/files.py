@@ -1,0 +1,125 @@
+"""Ring files on disk: making one, finding them, telling whether the writer lives.
+
+The writer holds an exclusive flock on its ring for as long as it lives; the kernel drops it however
+the process ends, so a reader learns of `kill -9` without pids. The lock sits on a descriptor of its
+own, which a forked child closes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+import socket
+import uuid
+from itertools import count
+from pathlib import Path
+
+from pdtrace.errors import RingCreateError
+from pdtrace.ring.layout import DIRECTORY_MODE, FILE_MODE, SUFFIX, RingCapacity, RingIdentity
+from pdtrace.ring.writer import RingWriter
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+_MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
+_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+_MAX_NAME_CHARS = 100
+
+
+def scan_rings(directory: str | Path) -> list[Path]:
+    """Ring files of a directory, sorted by name; empty when there is no such directory."""
+    return sorted(
+        path for path in Path(directory).glob(f"*{SUFFIX}") if not path.name.startswith(".")
+    )
+
+
+def read_host_id() -> str:
+    """The machine's id, the same over reboots; from the first network address as a last resort."""
+    for path in _MACHINE_ID_FILES:
+        try:
+            machine_id = path.read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if machine_id:
+            return machine_id
+    return uuid.uuid5(uuid.NAMESPACE_DNS, f"{socket.gethostname()}-{uuid.getnode():x}").hex
+
+
+def read_boot_id() -> str:
+    """Id of the current boot, "" where the kernel does not say."""
+    try:
+        return _BOOT_ID_FILE.read_text().strip()
+    except OSError:
+        return ""
+
+
+def create_ring(
+    directory: str | Path, identity: RingIdentity, capacity: RingCapacity
+) -> tuple[RingWriter, Path]:
+    """Make `<directory>/<instance>-<pid>.ring` (mode 0600), all of its disk space taken.
+
+    The directory is made (mode 0700) when missing. An existing file is never written over: a
+    further ring of the same name gets `-2`, `-3`, … The file appears complete and locked.
+
+    Raises RingCreateError, with what to do, when disk or permissions do not allow it.
+    """
+    directory = Path(directory)
+    stem = f"{_UNSAFE.sub('_', identity.instance)[:_MAX_NAME_CHARS]}-{identity.pid}"
+    try:
+        directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        for attempt in count(1):
+            name = stem if attempt == 1 else f"{stem}-{attempt}"
+            path = directory / f"{name}{SUFFIX}"
+            draft = directory / f".{name}{SUFFIX}.draft"
+            if path.exists():
+                continue
+            # The draft's exclusive creation also reserves the final name.
+            try:
+                fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+            except FileExistsError:
+                continue
+            if path.exists():
+                os.close(fd)
+                draft.unlink()
+                continue
+            try:
+                return _fill(fd, draft, path, identity, capacity), path
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(fd)
+    except OSError as error:
+        raise RingCreateError(
+            f"cannot create a ring of {capacity.file_bytes} bytes in {directory}: "
+            f"{error.strerror}. Give a directory that this user may write to and that has room, "
+            "or a smaller capacity, or record nothing (Recorder.disabled())"
+        ) from error
+    raise AssertionError("count() does not end")
+
+
+def _fill(
+    fd: int, draft: Path, path: Path, identity: RingIdentity, capacity: RingCapacity
+) -> RingWriter:
+    # Without its blocks on disk, a disk that fills up later would kill the writer with SIGBUS.
+    os.posix_fallocate(fd, 0, capacity.file_bytes)
+    lock_fd = os.open(draft, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        buffer = mmap.mmap(fd, capacity.file_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        writer = RingWriter(buffer, identity, capacity, release_storage=lambda: os.close(lock_fd))
+        draft.rename(path)
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    return writer
+
+
+def is_locked(fd: int) -> bool:
+    """Whether the writer of the ring open at `fd` is alive and has not closed it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False

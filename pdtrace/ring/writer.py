@@ -1,0 +1,217 @@
+"""Appends record bodies to a ring. Knows nothing of what a body means, nor of files.
+
+One thread writes; there is no lock and no system call on the way. The oldest block is recycled when
+the ring is full: writing never waits and never fails for lack of space.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+from collections.abc import Callable
+from zlib import crc32
+
+import msgspec
+
+from pdtrace.errors import RecordError, RingClosedError, RingCreateError
+from pdtrace.ring.layout import (
+    BLOCK_HEADER,
+    COUNTER_SLOTS,
+    COUNTERS_OFFSET,
+    FIXED_HEADER,
+    FORMAT_VERSION,
+    GAUGE_SLOTS,
+    GAUGE_UNSET,
+    GAUGES_OFFSET,
+    HEADER_BYTES,
+    IDENTITY_OFFSET,
+    MAGIC,
+    MAX_IDENTITY_BYTES,
+    Counter,
+    RingCapacity,
+    RingIdentity,
+)
+
+Buffer = mmap.mmap | bytearray
+
+
+class RingWriter:
+    """The one writer of a ring in `buffer`, which is zero and `capacity.file_bytes` long.
+
+    append() belongs to the first thread that calls it; gauges belong to any.
+
+    Raises RingCreateError when the identity does not fit its header.
+    """
+
+    __slots__ = (
+        "_block_bytes",
+        "_buffer",
+        "_closed",
+        "_counters",
+        "_end",
+        "_number",
+        "_owner",
+        "_pos",
+        "_release_storage",
+        "_turning",
+        "_view",
+        "_words",
+        "_zeros",
+        "block",
+        "blocks",
+        "gauges",
+        "identity",
+        "on_block",
+    )
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        identity: RingIdentity,
+        capacity: RingCapacity,
+        *,
+        release_storage: Callable[[], None] | None = None,
+    ) -> None:
+        assert len(buffer) == capacity.file_bytes
+        if sys.byteorder != "little":
+            raise RingCreateError("rings need a little-endian machine")
+        encoded = msgspec.json.encode(identity)
+        if len(encoded) > MAX_IDENTITY_BYTES:
+            raise RingCreateError(
+                f"resource attributes take {len(encoded)} bytes of JSON, at most "
+                f"{MAX_IDENTITY_BYTES} fit a ring header: set fewer or shorter ones"
+            )
+        buffer[: FIXED_HEADER.size] = FIXED_HEADER.pack(
+            MAGIC,
+            FORMAT_VERSION,
+            HEADER_BYTES,
+            capacity.block_bytes,
+            capacity.blocks,
+            len(encoded),
+            crc32(encoded),
+        )
+        buffer[IDENTITY_OFFSET : IDENTITY_OFFSET + len(encoded)] = encoded
+
+        self.identity = identity
+        self._buffer = buffer
+        self._release_storage = release_storage
+        self._view = memoryview(buffer)
+        self._words = self._view.cast("Q")
+        counters_end = COUNTERS_OFFSET + COUNTER_SLOTS * 8
+        self._counters = self._view[COUNTERS_OFFSET:counters_end].cast("Q")
+        # Each store to a gauge is one aligned 8-byte write, so readers never see half of one.
+        self.gauges = self._view[GAUGES_OFFSET : GAUGES_OFFSET + GAUGE_SLOTS * 8].cast("q")
+        for slot in range(GAUGE_SLOTS):
+            self.gauges[slot] = GAUGE_UNSET
+
+        self.blocks = capacity.blocks
+        self.block = -1  # index of the block in writing, counted since the ring was made
+        self.on_block: Callable[[], None] | None = None  # called when a block begins
+        self._block_bytes = capacity.block_bytes
+        self._zeros = bytes(capacity.block_bytes - 8)
+        self._closed = False
+        self._owner: int | None = None
+        self._turning = False
+        self._number = 0
+        self._pos = self._end = 0
+        self._turn_block()
+
+    @property
+    def written(self) -> int:
+        """Records appended since the ring was made."""
+        return self._number
+
+    @property
+    def block_room(self) -> int:
+        """Bytes left in the block in writing."""
+        return self._end - self._pos
+
+    def append(
+        self,
+        body: bytes,
+        crc32: Callable[[bytes, int], int] = crc32,
+        get_ident: Callable[[], int] = threading.get_ident,
+    ) -> None:
+        """Append one record. `crc32` and `get_ident` are parameters so that they are fast locals.
+
+        Raises RecordError from a second thread and RingClosedError after close().
+        """
+        if get_ident() != self._owner:
+            self._take_ownership()
+        size = len(body) + 8
+        end = self._pos + (size + 7 & -8)
+        if end > self._end:
+            if not self._turn_block():
+                return
+            end = self._pos + (size + 7 & -8)
+        # Reserve, then write: a signal handler or finalizer that records in the middle of this
+        # function appends behind this record instead of into it. No call stands between the loads
+        # and the stores, so the interpreter does not switch there.
+        pos = self._pos
+        number = self._number
+        self._pos = end
+        self._number = number + 1
+        self._buffer[pos + 8 : pos + size] = body
+        low = size | (number & 0xFFFF) << 16
+        self._words[pos >> 3] = low | crc32(body, low) << 32
+
+    def count(self, counter: Counter, amount: int = 1) -> None:
+        """Add to a header counter; does nothing once closed."""
+        if not self._closed:
+            self._counters[counter] += amount
+
+    def close(self) -> None:
+        """Mark the ring as closed cleanly and let go of its storage. Idempotent."""
+        if self._closed:
+            return
+        self._counters[Counter.WRITTEN] = self._number
+        self._counters[Counter.CLOSED] = 1
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of the storage without a trace in it: it belongs to another process."""
+        if self._closed:
+            return
+        self._closed = True
+        self._owner = None
+        for view in (self._words, self._counters, self.gauges, self._view):
+            view.release()
+        if isinstance(self._buffer, mmap.mmap):
+            self._buffer.close()
+        if self._release_storage is not None:
+            self._release_storage()
+
+    def _take_ownership(self) -> None:
+        if self._closed:
+            raise RingClosedError(
+                f"the ring of {self.identity.instance} is closed: record before close()"
+            )
+        if self._owner is not None:
+            raise RecordError(
+                f"the recorder of {self.identity.instance} belongs to another thread: "
+                "open one recorder for each thread that records"
+            )
+        self._owner = threading.get_ident()
+
+    def _turn_block(self) -> bool:
+        """Begin the next block, recycling the oldest. False (record dropped) when re-entered."""
+        if self._turning:
+            self._counters[Counter.DROPPED] += 1
+            return False
+        self._turning = True
+        block = self.block + 1
+        start = HEADER_BYTES + block % self.blocks * self._block_bytes
+        first = start >> 3
+        self._words[first] = 0  # readers of the old block give up from here on
+        self._buffer[start + 8 : start + self._block_bytes] = self._zeros
+        self._words[first + 1] = self._number
+        self._words[first] = block + 1
+        self._pos = start + BLOCK_HEADER.size
+        self._end = start + self._block_bytes
+        self.block = block
+        self._counters[Counter.WRITTEN] = self._number
+        self._turning = False
+        if self.on_block is not None:
+            self.on_block()
+        return True
