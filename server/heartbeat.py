@@ -1,0 +1,142 @@
+"""Heartbeats: a thread that tells the gateway how far the scheduler loop of this process is.
+
+Owns the thread, its sockets and the numbers it sends; knows nothing of what the loop does. It beats
+even while the loop hangs: that is how a hang is seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import NamedTuple
+
+from pdtrace.clock import SYSTEM_CLOCK, Clock
+from server.config import ProcessConfig
+from server.engine.base import ModelInfo
+from server.kv.layout import KvLayout
+from server.kv.pool import PoolDescriptor
+from server.wire.messages import Heartbeat, Peer, RegisterPool, WorkerLoad
+from server.wire.sockets import Outbox
+
+_logger = logging.getLogger(__name__)
+
+
+class ProgressState(NamedTuple):
+    """What the loop last said of itself; `ticked_ns` is CLOCK_MONOTONIC."""
+
+    ticked_ns: int
+    busy: bool
+    load: WorkerLoad
+
+
+class Progress:
+    """Written by the scheduler loop, read by the heartbeat thread.
+
+    The loop calls `tick` every time it goes round, and with `busy=False` before it waits for work.
+    """
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._state = ProgressState(clock.monotonic_ns(), False, WorkerLoad())
+        self.draining = False
+
+    def tick(self, *, busy: bool, load: WorkerLoad | None = None) -> int:
+        """The loop went round; `load` None keeps the numbers. Returns the instant, for the
+        LAST_PROGRESS_NS gauge."""
+        now_ns = self._clock.monotonic_ns()
+        # One assignment of one tuple: the reader never sees half of it.
+        self._state = ProgressState(now_ns, busy, self._state.load if load is None else load)
+        return now_ns
+
+    @property
+    def state(self) -> ProgressState:
+        return self._state
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last tick; 0 while the loop has no work."""
+        state = self._state
+        if not state.busy:
+            return 0.0
+        return max(0, self._clock.monotonic_ns() - state.ticked_ns) / 1e9
+
+
+class HeartbeatThread:
+    """Sends a Heartbeat to the gateway every `heartbeat_s`, the first at once, and RegisterPool to
+    the host's transfer process where `pool` is given.
+
+    `stop` sends a last beat with `draining` set. A beat that cannot be sent is dropped, since the
+    next one says the same.
+    """
+
+    def __init__(
+        self,
+        config: ProcessConfig,
+        progress: Progress,
+        *,
+        info: ModelInfo | None = None,
+        layout: KvLayout | None = None,
+        pool: PoolDescriptor | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._config = config
+        self._progress = progress
+        self._info = info
+        self._layout = layout
+        self._pool = pool
+        self._clock = clock
+        self._peer = Peer(
+            instance=config.instance, endpoint=config.endpoint, incarnation=config.incarnation
+        )
+        self._seq = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """Send the last beat and wait for the thread, at most `timeout_s`. Idempotent."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        outbox = Outbox()
+        try:
+            while True:
+                last = self._stopping.is_set()
+                try:
+                    self._beat(outbox, draining=last or self._progress.draining)
+                except Exception:  # a worker whose heart stopped would be taken for dead
+                    _logger.exception("heartbeat of %s failed; it goes on", self._config.instance)
+                if last:
+                    return
+                self._stopping.wait(self._config.settings.heartbeat_s)
+        finally:
+            outbox.close()
+
+    def _beat(self, outbox: Outbox, *, draining: bool) -> None:
+        # Read age before load: a tick in between makes the beat look older, never fresher.
+        age_s = self._progress.age_s
+        state = self._progress.state
+        self._seq += 1
+        outbox.send(
+            self._config.gateway_endpoint,
+            Heartbeat(
+                peer=self._peer,
+                role=self._config.role,
+                seq=self._seq,
+                sent_ns=self._clock.monotonic_ns(),
+                load=state.load,
+                progress_age_s=age_s,
+                busy=state.busy,
+                draining=draining,
+                info=self._info,
+                layout=self._layout,
+            ),
+        )
+        if self._pool is not None and self._config.transfer_endpoint is not None:
+            outbox.send(
+                self._config.transfer_endpoint, RegisterPool(peer=self._peer, pool=self._pool)
+            )

@@ -1,0 +1,375 @@
+"""Typed messages over ZeroMQ: inboxes that stamp arrival, outboxes that never block.
+
+Owns sockets, their limits and their threads; knows nothing of what a message means. With
+`server.kv.transfer` the only importer of zmq. Sockets bind where the endpoint says: ipc paths from
+`server.wire.endpoints`, or loopback TCP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from server.errors import StartError
+from server.wire.endpoints import clear_stale_socket, remove_socket, socket_inode
+from server.wire.messages import MAX_MESSAGE_BYTES, AnyMessage, WireError, decode, encode
+
+INBOX_MESSAGES = 10_000
+OUTBOX_MESSAGES = 1_000
+LINGER_S = 0.2
+_POLL_MS = 100  # how long a close waits for the I/O thread at most
+_FULL_PAUSE_S = 0.005
+_LOG_EVERY_S = 10.0
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message and the `CLOCK_MONOTONIC` instant at which it came out of the socket.
+
+    The instant is taken by the I/O thread: time that a message then waits for its reader counts
+    as the reader's, not as the hop's.
+    """
+
+    message: AnyMessage
+    arrived_ns: int
+
+
+@dataclass(slots=True)
+class InboxCounters:
+    """What an inbox has seen. `malformed` frames were dropped; `held_back` times it was full."""
+
+    received: int = 0
+    malformed: int = 0
+    held_back: int = 0
+
+
+class _Receiver:
+    """PULL socket and the thread that reads, stamps and decodes; `deliver` gets each message.
+
+    While `num_waiting()` is at the limit nothing is read, so that the peers' queues fill and
+    their sends fail: memory stays bounded and the loss is seen by those who can act on it.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        deliver: Callable[[Received], None],
+        num_waiting: Callable[[], int],
+        max_messages: int,
+    ) -> None:
+        clear_stale_socket(endpoint)
+        self.counters = InboxCounters()
+        self._deliver = deliver
+        self._num_waiting = num_waiting
+        self._max_messages = max_messages
+        self._last_log_s = -_LOG_EVERY_S
+        self._stopping = threading.Event()
+        self._context = zmq.Context[zmq.Socket[bytes]]()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.set(zmq.RCVHWM, OUTBOX_MESSAGES)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise StartError(f"cannot listen at {endpoint}: {error.strerror}") from error
+        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._inode = socket_inode(self.endpoint)
+        self._thread = threading.Thread(target=self._run, name="wire-inbox", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread and unbind. Idempotent; messages not read yet are dropped."""
+        self._stopping.set()
+        self._thread.join()
+        # ZeroMQ leaves the file behind. While the socket is open nobody else can have bound it.
+        remove_socket(self.endpoint, self._inode)
+        self._inode = None
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        while not self._stopping.is_set():
+            if not poller.poll(_POLL_MS):
+                continue
+            try:
+                self._read_all()
+            except Exception:  # a thread that died would look like a silent network
+                _logger.exception("inbox %s failed to read; it goes on", self.endpoint)
+                self._stopping.wait(_FULL_PAUSE_S)
+
+    def _read_all(self) -> None:
+        while not self._stopping.is_set():
+            if self._num_waiting() >= self._max_messages:
+                self.counters.held_back += 1
+                self._stopping.wait(_FULL_PAUSE_S)
+                continue
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            arrived_ns = time.monotonic_ns()
+            try:
+                if len(frames) != 1:
+                    raise WireError(f"message of {len(frames)} frames, expected 1")
+                message = decode(frames[0])
+            except WireError as error:
+                self.counters.malformed += 1
+                self._complain(error)
+                continue
+            self.counters.received += 1
+            self._deliver(Received(message, arrived_ns))
+
+    def _complain(self, error: WireError) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_log_s >= _LOG_EVERY_S:
+            self._last_log_s = now_s
+            _logger.warning(
+                "inbox %s dropped a frame (%d so far): %s",
+                self.endpoint,
+                self.counters.malformed,
+                error,
+            )
+
+
+class Inbox:
+    """Messages for a synchronous loop, in arrival order per sender.
+
+    Raises StartError when `endpoint` cannot be bound: in use, not a socket, no such directory.
+    """
+
+    def __init__(self, endpoint: str, *, max_messages: int = INBOX_MESSAGES) -> None:
+        self._queue: queue.SimpleQueue[Received] = queue.SimpleQueue()
+        self._receiver = _Receiver(
+            endpoint,
+            deliver=self._queue.put,
+            num_waiting=self._queue.qsize,
+            max_messages=max_messages,
+        )
+
+    @property
+    def endpoint(self) -> str:
+        """The bound endpoint, with the port the system chose for `tcp://127.0.0.1:*`."""
+        return self._receiver.endpoint
+
+    @property
+    def counters(self) -> InboxCounters:
+        return self._receiver.counters
+
+    @property
+    def num_waiting(self) -> int:
+        return self._queue.qsize()
+
+    def get(self, timeout_s: float) -> Received | None:
+        """The next message, waiting up to `timeout_s` for it; None when none came."""
+        try:
+            if timeout_s <= 0:
+                return self._queue.get_nowait()
+            return self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def drain(self) -> list[Received]:
+        """All messages that wait at this instant, without waiting for more."""
+        result: list[Received] = []
+        for _ in range(self._queue.qsize()):
+            received = self.get(0)
+            if received is None:
+                break
+            result.append(received)
+        return result
+
+    def close(self) -> None:
+        """Stop the I/O thread and unbind. Idempotent."""
+        self._receiver.close()
+
+
+class AsyncInbox:
+    """Messages for a coroutine of the event loop in which the inbox was made."""
+
+    def __init__(self, endpoint: str, *, max_messages: int = INBOX_MESSAGES) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[Received] = deque()
+        self._arrived = asyncio.Event()
+        self._wake_scheduled = False
+        self._receiver = _Receiver(
+            endpoint,
+            deliver=self._deliver,
+            num_waiting=self._waiting.__len__,
+            max_messages=max_messages,
+        )
+
+    @property
+    def endpoint(self) -> str:
+        """The bound endpoint, with the port the system chose for `tcp://127.0.0.1:*`."""
+        return self._receiver.endpoint
+
+    @property
+    def counters(self) -> InboxCounters:
+        return self._receiver.counters
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def receive(self) -> list[Received]:
+        """All messages that wait, at least one: returns when there is one. For one reader."""
+        while not self._waiting:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self.drain()
+
+    def drain(self) -> list[Received]:
+        """All messages that wait at this instant."""
+        return [self._waiting.popleft() for _ in range(len(self._waiting))]
+
+    def close(self) -> None:
+        """Stop the I/O thread (up to 100 ms) and unbind. Idempotent."""
+        self._receiver.close()
+
+    def _deliver(self, received: Received) -> None:
+        self._waiting.append(received)
+        if not self._wake_scheduled:
+            self._wake_scheduled = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        # Cleared before the event is set: a message appended from here on schedules another wake.
+        self._wake_scheduled = False
+        self._arrived.set()
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """One PUSH socket. `connected` is None until the first connection succeeds."""
+
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    connected: bool | None = None
+    sent: int = 0
+
+
+@dataclass(slots=True)
+class OutboxCounters:
+    """What an outbox did, and the messages it refused per endpoint."""
+
+    sent: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+
+
+class Outbox:
+    """Sends messages to any endpoint without ever blocking. Belongs to the thread that uses it.
+
+    A socket per endpoint opens on first use; messages queue while the first connection is being
+    made. `send` is False, and the message is dropped and counted, when the peer's queue is full
+    or the connection is lost and not yet made again. True means queued, not delivered: a peer may
+    die with messages in its queue, which deadlines must cover.
+    """
+
+    def __init__(self, *, linger_s: float = LINGER_S, max_messages: int = OUTBOX_MESSAGES) -> None:
+        self.counters = OutboxCounters()
+        self._linger_ms = round(linger_s * 1000)
+        self._max_messages = max_messages
+        self._context = zmq.Context[zmq.Socket[bytes]]()
+        self._peers: dict[str, _Peer] = {}
+        self._owner: int | None = None
+
+    def send(self, endpoint: str, message: AnyMessage) -> bool:
+        """Queue `message` for `endpoint`. Raises WireError when it is too large to be sent and
+        RuntimeError from a thread other than the first user's."""
+        self._require_owner()
+        frame = encode(message)
+        peer = self._peers.get(endpoint)
+        if peer is None:
+            peer = self._peers[endpoint] = self._open(endpoint)
+        _follow_connection(peer)
+        if peer.connected is False:
+            return self._refuse(endpoint)
+        try:
+            peer.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return self._refuse(endpoint)
+        peer.sent += 1
+        self.counters.sent += 1
+        return True
+
+    def forget(self, endpoint: str) -> None:
+        """Drop what is queued for `endpoint` and close its socket; a later send opens another."""
+        self._require_owner()
+        peer = self._peers.pop(endpoint, None)
+        if peer is not None:
+            _close_peer(peer, linger_ms=0)
+        self.counters.refused.pop(endpoint, None)
+
+    def close(self) -> None:
+        """Give queued messages `linger_s` to leave, then close. Idempotent."""
+        for endpoint, peer in self._peers.items():
+            _follow_connection(peer)
+            if peer.connected is None and peer.sent:
+                _logger.warning(
+                    "%d messages for %s were not delivered: nobody has answered there",
+                    peer.sent,
+                    endpoint,
+                )
+            _close_peer(peer, linger_ms=self._linger_ms)
+        self._peers.clear()
+        self._context.term()
+
+    def _open(self, endpoint: str) -> _Peer:
+        push = self._context.socket(zmq.PUSH)
+        push.set(zmq.LINGER, self._linger_ms)
+        push.set(zmq.SNDHWM, self._max_messages)
+        push.set(zmq.RECONNECT_IVL, 20)
+        push.set(zmq.RECONNECT_IVL_MAX, 500)
+        push.set(zmq.TCP_KEEPALIVE, 1)
+        push.set(zmq.TCP_KEEPALIVE_IDLE, 10)
+        monitor = push.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        push.connect(endpoint)
+        return _Peer(push, monitor)
+
+    def _refuse(self, endpoint: str) -> bool:
+        num_refused = self.counters.refused.get(endpoint, 0) + 1
+        self.counters.refused[endpoint] = num_refused
+        if num_refused == 1:
+            _logger.warning("message for %s refused: its queue is full or it is gone", endpoint)
+        return False
+
+    def _require_owner(self) -> None:
+        thread = threading.get_ident()
+        if self._owner is None:
+            self._owner = thread
+        elif self._owner != thread:
+            raise RuntimeError("an Outbox belongs to one thread: ZeroMQ sockets cannot be shared")
+
+
+def _follow_connection(peer: _Peer) -> None:
+    while True:
+        try:
+            frames: list[Any] = peer.monitor.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        event = parse_monitor_message(frames)["event"]
+        peer.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+def _close_peer(peer: _Peer, *, linger_ms: int) -> None:
+    peer.socket.disable_monitor()
+    peer.monitor.close(linger=0)
+    peer.socket.close(linger=linger_ms)

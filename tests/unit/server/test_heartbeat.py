@@ -1,0 +1,156 @@
+"""Heartbeats as the gateway and the transfer process receive them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdtrace.clock import SYSTEM_CLOCK
+from server.config import ProcessConfig, Settings
+from server.heartbeat import HeartbeatThread, Progress
+from server.kv.layout import KvLayout
+from server.kv.pool import PoolDescriptor
+from server.wire.endpoints import IPC
+from server.wire.messages import Heartbeat, RegisterPool, WorkerLoad
+from server.wire.sockets import Inbox
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
+POOL = PoolDescriptor(owner="decode-0", path="/dev/null", num_pages=4, layout=LAYOUT)
+
+
+class StillClock:
+    """Monotonic time moves only when told to."""
+
+    def __init__(self) -> None:
+        self.now_ns = 1_000_000_000
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def wall_ns(self) -> int:
+        return self.now_ns
+
+
+@pytest.fixture
+def gateway() -> Iterator[Inbox]:
+    path = Path(f"/tmp/pdt-beat-{os.getpid()}.sock")
+    inbox = Inbox(f"{IPC}{path}")
+    yield inbox
+    inbox.close()
+    assert not path.exists()
+
+
+@pytest.fixture
+def transfer() -> Iterator[Inbox]:
+    inbox = Inbox("tcp://127.0.0.1:*")
+    yield inbox
+    inbox.close()
+
+
+def config(gateway: Inbox, transfer: Inbox | None, heartbeat_s: float) -> ProcessConfig:
+    return ProcessConfig(
+        settings=Settings(heartbeat_s=heartbeat_s),
+        role="decode",
+        instance="decode-0",
+        incarnation="abc",
+        endpoint="ipc:///tmp/decode-0.sock",
+        gateway_endpoint=gateway.endpoint,
+        transfer_endpoint=None if transfer is None else transfer.endpoint,
+    )
+
+
+def next_beat(inbox: Inbox) -> Heartbeat:
+    received = inbox.get(5.0)
+    assert received is not None, "no heartbeat came"
+    assert isinstance(received.message, Heartbeat)
+    return received.message
+
+
+def test_the_first_beat_comes_at_once_and_says_who_is_there(gateway: Inbox) -> None:
+    thread = HeartbeatThread(config(gateway, None, 60.0), Progress(), layout=LAYOUT)
+    thread.start()
+    beat = next_beat(gateway)
+    assert (beat.peer.instance, beat.peer.incarnation) == ("decode-0", "abc")
+    assert (beat.role, beat.seq, beat.draining) == ("decode", 1, False)
+    assert beat.layout == LAYOUT
+    thread.stop()
+
+
+def test_beats_go_on_while_the_loop_hangs_and_show_how_long(gateway: Inbox) -> None:
+    clock = StillClock()
+    progress = Progress(clock)
+    progress.tick(busy=True, load=WorkerLoad(pages_total=8, running=3))
+    thread = HeartbeatThread(config(gateway, None, 0.01), progress)
+    thread.start()
+    first = next_beat(gateway)
+    assert (first.busy, first.progress_age_s) == (True, 0.0)
+    clock.now_ns += 7_000_000_000
+    while next_beat(gateway).progress_age_s == 0.0:
+        pass
+    beat = next_beat(gateway)
+    assert (beat.progress_age_s, beat.load.running) == (7.0, 3)
+    progress.tick(busy=True)
+    while next_beat(gateway).progress_age_s == 7.0:
+        pass
+    assert next_beat(gateway).load.running == 3, "a tick without numbers keeps them"
+    thread.stop()
+
+
+def test_an_idle_loop_has_no_age() -> None:
+    clock = StillClock()
+    progress = Progress(clock)
+    assert progress.tick(busy=False) == clock.now_ns
+    clock.now_ns += 60_000_000_000
+    assert progress.age_s == 0.0
+
+
+def test_a_pool_is_registered_with_every_beat(gateway: Inbox, transfer: Inbox) -> None:
+    thread = HeartbeatThread(config(gateway, transfer, 0.01), Progress(), pool=POOL)
+    thread.start()
+    for _ in range(3):
+        received = transfer.get(5.0)
+        assert received is not None
+        assert isinstance(received.message, RegisterPool)
+        assert received.message.pool == POOL
+        assert received.message.peer.incarnation == "abc"
+    thread.stop()
+
+
+def test_stop_sends_a_last_beat_that_says_draining(gateway: Inbox) -> None:
+    thread = HeartbeatThread(config(gateway, None, 60.0), Progress())
+    thread.start()
+    assert not next_beat(gateway).draining
+    start = time.monotonic()
+    thread.stop()
+    assert time.monotonic() - start < 1.0
+    last = next_beat(gateway)
+    assert (last.draining, last.seq) == (True, 2)
+    thread.stop()
+
+
+def test_draining_is_announced_by_the_loop(gateway: Inbox) -> None:
+    progress = Progress()
+    progress.draining = True
+    thread = HeartbeatThread(config(gateway, None, 60.0), progress)
+    thread.start()
+    assert next_beat(gateway).draining
+    thread.stop()
+
+
+def test_sequence_and_send_time_grow(gateway: Inbox) -> None:
+    thread = HeartbeatThread(config(gateway, None, 0.005), Progress())
+    before_ns = SYSTEM_CLOCK.monotonic_ns()
+    thread.start()
+    beats = [next_beat(gateway) for _ in range(4)]
+    assert [beat.seq for beat in beats] == [1, 2, 3, 4]
+    times = [before_ns, *(beat.sent_ns for beat in beats), SYSTEM_CLOCK.monotonic_ns()]
+    assert times == sorted(times)
+    thread.stop()
+
+
+def test_stopping_a_thread_that_never_started_returns(gateway: Inbox) -> None:
+    HeartbeatThread(config(gateway, None, 1.0), Progress()).stop()
