@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import Self
 
 from server.errors import StartError
+from server.wire.endpoints import EndpointDirectory
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's shared memory, not a temporary folder
 LATEST = "latest"
 _RECORDING = ("rings", "traces", "logs")
 _FOLDERS = (*_RECORDING, "config", "sock", "kv")
 _FILES = ("server.json",)
-_MAX_SOCKET_PATH = 100  # sockaddr_un holds 107 bytes; instance names need some of them
 _POOL_MARGIN_BYTES = 16 * 1024 * 1024
 
 
@@ -45,12 +45,11 @@ class RunDir:
 
     path       absolute
     pools      folder of KV pools; set by `place_pools`
-    sockets    folder of sockets; outside `path` when that is too long for a socket address
     """
 
     path: Path
-    sockets: Path
     _lock_fd: int
+    _endpoints: EndpointDirectory
     pools: Path | None = None
     _pool_lock_fd: int | None = None
     _temporary: list[Path] = field(default_factory=list[Path])
@@ -85,12 +84,10 @@ class RunDir:
                 (path / name).mkdir(mode=0o700, exist_ok=True)
             os.ftruncate(lock_fd, 0)
             os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
-            run_dir = cls(path=path, sockets=path / "sock", _lock_fd=lock_fd)
-            run_dir._shorten_sockets()
         except BaseException:
             os.close(lock_fd)
             raise
-        return run_dir
+        return cls(path=path, _lock_fd=lock_fd, _endpoints=EndpointDirectory(path))
 
     def __enter__(self) -> Self:
         return self
@@ -118,7 +115,7 @@ class RunDir:
 
     def endpoint(self, instance: str) -> str:
         """ZeroMQ endpoint of a process on this host."""
-        return f"ipc://{self.sockets / instance}"
+        return self._endpoints.endpoint(instance)
 
     def place_pools(self, num_bytes: int, *, shared_memory: Path = SHARED_MEMORY) -> Path:
         """Choose where `num_bytes` of KV pools go: shared memory if it has room, else the run
@@ -161,17 +158,13 @@ class RunDir:
         """Remove sockets and pools, keep the recording, unlock. Idempotent."""
         if self._lock_fd < 0:
             return
+        self._endpoints.close()
         for folder in (*self._temporary, self.path / "sock", self.path / "kv"):
             shutil.rmtree(folder, ignore_errors=True)
         if self._pool_lock_fd is not None:
             os.close(self._pool_lock_fd)
         os.close(self._lock_fd)
         self._lock_fd = -1
-
-    def _shorten_sockets(self) -> None:
-        if len(os.fsencode(self.sockets)) > _MAX_SOCKET_PATH - 32:
-            self.sockets = Path(tempfile.mkdtemp(prefix="pdtrace-sock-"))
-            self._temporary.append(self.sockets)
 
 
 def timestamped(parent: Path) -> Path:

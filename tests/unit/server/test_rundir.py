@@ -81,12 +81,13 @@ def test_release_keeps_the_recording_and_removes_sockets_and_pools(tmp_path: Pat
     run_dir = RunDir.acquire(tmp_path / "run")
     pools = run_dir.place_pools(1024, shared_memory=shared)
     (pools / "decode-0").write_bytes(b"kv")
-    (run_dir.sockets / "gateway-0").write_text("")
+    socket = Path(run_dir.endpoint("gateway-0").removeprefix("ipc://"))
+    socket.write_text("")
     (run_dir.rings / "gateway-0.ring").write_text("marks")
     run_dir.release()
     run_dir.release()
     assert not pools.exists()
-    assert not run_dir.sockets.exists()
+    assert not socket.exists()
     assert (run_dir.rings / "gateway-0.ring").exists()
 
 
@@ -122,9 +123,8 @@ def test_long_run_directory_gets_short_socket_paths(tmp_path: Path) -> None:
     with RunDir.acquire(deep) as run_dir:
         endpoint = run_dir.endpoint("transfer-0").removeprefix("ipc://")
         assert len(endpoint) < 108
-        sockets = run_dir.sockets
-        assert stat.S_IMODE(sockets.stat().st_mode) == 0o700
-    assert not sockets.exists()
+        assert stat.S_IMODE(Path(endpoint).parent.stat().st_mode) == 0o700
+    assert not Path(endpoint).parent.exists()
 
 
 def test_latest_names_the_newest_run_and_never_replaces_a_folder(tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from server.config import Settings
+from server.launch import listen
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Settings that are not a matter of the command line, with the reason.
+NOT_OPTIONS = {
+    "max_body_bytes": "fits the context length",
+    "heartbeat_s": "one cadence for all processes",
+    "dead_after_s": "follows heartbeat_s",
+    "stalled_after_s": "follows heartbeat_s",
+    "deadlines": "a structure of its own",
+}
+
+
+def server(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "server", *arguments],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def refusal(*arguments: str) -> str:
+    """Standard error of an `up` that must not start; checked to be one line and exit code 2."""
+    done = server("up", "--model", "fake", *arguments)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+def test_help_documents_every_setting_with_its_default() -> None:
+    text = server("up", "--help").stdout
+    for name in Settings.__struct_fields__:
+        if name in NOT_OPTIONS:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        assert re.search(rf"{option}\b", text), f"{option} is not in --help"
+    assert "[default: least_loaded]" in text
+    assert "[default: 8000]" in text
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--prefill", "0", "prefill is 0, expected at least 1"),
+        ("--port", "70000", "port is 70000, expected 0 to 65535"),
+        ("--decode-pages", "1", "decode_pages is 1, expected at least 2"),
+    ],
+)
+def test_bad_setting_is_one_line_and_exit_code_2(option: str, value: str, expected: str) -> None:
+    assert expected in refusal(option, value)
+
+
+def test_missing_model_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.gguf"
+    assert f"no model at {missing}" in refusal("--model", str(missing), "--run-dir", str(tmp_path))
+
+
+def test_broken_model_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF then nothing of use")
+    assert "broken.gguf" in refusal("--model", str(broken), "--run-dir", str(tmp_path / "run"))
+
+
+def test_busy_port_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        line = refusal("--port", port, "--run-dir", str(tmp_path / "run"))
+    assert f"port {port} on 127.0.0.1 cannot be used" in line
+
+
+def test_used_run_directory_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "rings").mkdir()
+    (tmp_path / "rings" / "decode-0.ring").write_bytes(b"marks")
+    line = refusal("--port", "0", "--run-dir", str(tmp_path))
+    assert f"run directory {tmp_path} holds a recording" in line
+
+
+def test_fresh_needs_a_run_directory() -> None:
+    assert "--fresh needs --run-dir" in refusal("--fresh", "--port", "0")
+
+
+def test_too_large_pools_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    line = refusal(
+        "--port", "0", "--run-dir", str(tmp_path / "run"), "--decode-pages", "1" + "0" * 12
+    )
+    assert "KV pools need" in line

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from server import children
+from server.children import Child
+from server.config import ProcessConfig, Settings
+from server.errors import StartError
+from server.launch import (
+    Launcher,
+    explain_crash,
+    explain_start_failure,
+    is_ready,
+    listen,
+    plan_processes,
+    pool_bytes,
+    reachable_host,
+    thread_limits,
+)
+from server.process import load_config, main
+
+
+def plan(settings: Settings) -> dict[str, ProcessConfig]:
+    ports = iter(range(9000, 9100))
+    processes = plan_processes(
+        settings,
+        endpoint=lambda name: f"ipc:///sock/{name}",
+        pools=Path("/pools"),
+        http_fd=7,
+        free_port=lambda: next(ports),
+    )
+    return {process.instance: process for process in processes}
+
+
+def test_pd_server_has_one_transfer_process_that_both_sides_use() -> None:
+    processes = plan(Settings(prefill=2, decode=2))
+    assert list(processes) == [
+        "transfer-0",
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+        "decode-1",
+        "gateway-0",
+    ]
+    workers = [p for p in processes.values() if p.role in {"prefill", "decode"}]
+    assert {p.transfer_endpoint for p in workers} == {"ipc:///sock/transfer-0"}
+    assert {p.transfer_address for p in workers} == {None}
+    assert len({p.pool_path for p in workers}) == 4
+    assert processes["gateway-0"].http_fd == 7
+    assert {p.http_fd for p in workers} == {None}
+
+
+def test_tcp_transfer_gives_each_side_its_own_transfer_process() -> None:
+    processes = plan(Settings(transfer="tcp"))
+    assert processes["prefill-0"].transfer_endpoint == "ipc:///sock/transfer-0"
+    assert processes["decode-0"].transfer_endpoint == "ipc:///sock/transfer-1"
+    assert processes["decode-0"].transfer_address == processes["transfer-1"].transfer_address
+    assert processes["transfer-0"].transfer_address != processes["transfer-1"].transfer_address
+
+
+def test_colocated_server_has_no_transfer_process() -> None:
+    assert list(plan(Settings(mode="colocated", workers=2))) == [
+        "worker-0",
+        "worker-1",
+        "gateway-0",
+    ]
+
+
+def test_incarnations_differ_between_processes_and_starts() -> None:
+    seen = [p.incarnation for _ in range(2) for p in plan(Settings()).values()]
+    assert len(set(seen)) == len(seen)
+
+
+def test_plans_survive_their_file(tmp_path: Path) -> None:
+    for config in plan(Settings(transfer="tcp", api_key="secret")).values():
+        path = tmp_path / config.instance
+        path.write_bytes(msgspec.json.encode(config))
+        assert load_config(path) == config
+
+
+def test_pool_bytes_count_every_worker() -> None:
+    one = pool_bytes(Settings(model="fake", prefill_pages=10, decode_pages=20))
+    assert pool_bytes(Settings(model="fake", prefill_pages=10, decode_pages=20, decode=2)) == (
+        one * 50 // 30
+    )
+    colocated = Settings(model="fake", mode="colocated", workers=3, decode_pages=10)
+    assert pool_bytes(colocated) == one
+
+
+def test_busy_port_is_named() -> None:
+    with (
+        listen("127.0.0.1", 0) as first,
+        pytest.raises(StartError, match=r"port \d+ on 127\.0\.0\.1 cannot be used \(Address alre"),
+    ):
+        listen("127.0.0.1", first.getsockname()[1])
+
+
+def test_unknown_host_is_named() -> None:
+    with pytest.raises(StartError, match="no-such-host"):
+        listen("no-such-host.invalid", 0)
+
+
+def test_is_ready_is_false_without_a_server() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        assert not is_ready("127.0.0.1", probe.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"), [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.0.0.1", "10.0.0.1")]
+)
+def test_reachable_host(host: str, expected: str) -> None:
+    assert reachable_host(host) == expected
+
+
+def test_thread_limits_cover_the_numeric_libraries() -> None:
+    environment = thread_limits(3)
+    assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "3"
+
+
+def test_prepare_refuses_a_missing_model_before_it_makes_anything(tmp_path: Path) -> None:
+    settings = Settings(model=str(tmp_path / "nope.gguf"), run_dir=str(tmp_path / "run"), port=0)
+    with pytest.raises(ValueError, match=r"no model at .*nope\.gguf"):
+        Launcher.prepare(settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_prepare_resolves_port_and_model_name(tmp_path: Path) -> None:
+    launcher = Launcher.prepare(Settings(model="fake", run_dir=str(tmp_path / "run"), port=0))
+    try:
+        assert launcher.settings.port > 0
+        assert launcher.settings.served_name == "fake"
+        assert launcher.url == f"http://127.0.0.1:{launcher.settings.port}"
+    finally:
+        launcher.close()
+    assert launcher.run_dir.pools is not None
+    assert not launcher.run_dir.pools.exists()
+
+
+def test_state_hides_the_api_key(tmp_path: Path) -> None:
+    launcher = Launcher.prepare(
+        Settings(model="fake", run_dir=str(tmp_path / "run"), port=0, api_key="hunter2")
+    )
+    try:
+        assert "hunter2" not in str(launcher.state())
+    finally:
+        launcher.close()
+
+
+def child_running(code: str, log: Path, role: str = "decode") -> Child:
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-c", code], stdout=file, stderr=subprocess.STDOUT
+        )
+    return Child(f"{role}-0", role, process, log)
+
+
+def wait_for_output(child: Child) -> None:
+    deadline = time.monotonic() + 20
+    while not child.log_tail() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert child.log_tail()
+
+
+def test_stop_ends_a_process_that_takes_sigterm(tmp_path: Path) -> None:
+    child = child_running("import signal; print('up'); signal.pause()", tmp_path / "log")
+    wait_for_output(child)
+    assert children.stop([child], timeout_s=20) == []
+    assert child.exit_code == -signal.SIGTERM
+
+
+def test_stop_continues_a_stopped_process(tmp_path: Path) -> None:
+    child = child_running("import signal; print('up'); signal.pause()", tmp_path / "log")
+    wait_for_output(child)
+    os.kill(child.pid, signal.SIGSTOP)
+    assert children.stop([child], timeout_s=20) == []
+
+
+IGNORES_SIGTERM = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print('up')
+while True:
+    signal.pause()
+"""
+
+
+def test_stop_kills_a_process_that_ignores_sigterm_once_its_time_is_up(tmp_path: Path) -> None:
+    child = child_running(IGNORES_SIGTERM, tmp_path / "log")
+    wait_for_output(child)
+    assert children.stop([child], timeout_s=0.2) == [child]
+    assert child.describe_exit() == f"decode-0 (pid {child.pid}) was killed by SIGKILL"
+
+
+def test_stop_in_a_hurry_does_not_wait(tmp_path: Path) -> None:
+    child = child_running(IGNORES_SIGTERM, tmp_path / "log")
+    wait_for_output(child)
+    begin = time.monotonic()
+    assert children.stop([child], timeout_s=60, hurry=lambda: True) == [child]
+    assert time.monotonic() - begin < 30
+
+
+def test_start_failure_is_the_childs_own_line(tmp_path: Path) -> None:
+    code = "import sys; print('noise'); print('error: no such page size'); sys.exit(2)"
+    child = child_running(code, tmp_path / "log")
+    child.process.wait(timeout=20)
+    assert explain_start_failure(child) == "decode-0: no such page size"
+
+
+def test_crash_shows_how_it_ended_and_the_end_of_the_log(tmp_path: Path) -> None:
+    child = child_running("print('last words'); raise SystemExit(3)", tmp_path / "log")
+    child.process.wait(timeout=20)
+    text = explain_crash(child)
+    assert f"decode-0 (pid {child.pid}) exited with code 3" in text
+    assert text.endswith("\n  last words")
+
+
+def test_process_entry_says_why_it_cannot_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"role": "decode"}')
+    assert main([str(tmp_path / "config.json")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_process_entry_refuses_an_unknown_role(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = msgspec.structs.replace(plan(Settings())["decode-0"], role="cook")
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    assert main([str(tmp_path / "config.json")]) == 2
+    assert "role is 'cook'" in capsys.readouterr().err
