@@ -41,7 +41,7 @@ from urllib.parse import unquote
 from pdtrace.clock import SYSTEM_CLOCK, Clock, take_anchor
 from pdtrace.errors import PdtraceError, RecordError, RingClosedError
 from pdtrace.propagation import RequestContext
-from pdtrace.ring.codec import SCHEMA, Encode, build_encoders, encode_head, encode_open
+from pdtrace.ring.codec import SCHEMA, Encode, build_encoders, encode_open, pack_head
 from pdtrace.ring.files import create_ring, read_boot_id, read_host_id
 from pdtrace.ring.layout import KIND_END, Counter, ResourceValue, RingCapacity, RingIdentity
 from pdtrace.ring.records import Value
@@ -104,13 +104,7 @@ class RequestTrace:
         self._numbers: tuple[int | None, ...] = ()
         self._wait_ns = 0
 
-    def mark(
-        self,
-        mark: Mark,
-        *values: Value,
-        at_ns: int | None = None,
-        head: Callable[[int, int, int, int], bytes] = encode_head,
-    ) -> None:
+    def mark(self, mark: Mark, *values: Value, at_ns: int | None = None) -> None:
         """Record an instant.
 
         values  in the order of `MARKS[mark].attrs`; trailing ones may be left off, None is absent.
@@ -126,7 +120,7 @@ class RequestTrace:
             if values:
                 self._append(encode(self._attempt, self.key, at_ns, values))
             else:
-                self._append(head(mark, self._attempt, self.key, at_ns))
+                self._append(pack_head(mark, 0, self._attempt, self.key, at_ns))
         except Exception as error:  # the guard: telemetry never reaches the request
             self._fail(error)
 
@@ -151,11 +145,18 @@ class RequestTrace:
         """
         cause = (stage, reason, blocker)
         numbers = (needed, free, limit, position)
-        if cause == self._cause and numbers == self._numbers:
-            return
-        if at_ns is None:
-            at_ns = self._now()
-        if cause == self._cause and at_ns - self._wait_ns < WAIT_REFRESH_NS:
+        try:
+            if cause == self._cause:
+                if numbers == self._numbers:
+                    return
+                if at_ns is None:
+                    at_ns = self._now()
+                if at_ns - self._wait_ns < WAIT_REFRESH_NS:
+                    return
+            elif at_ns is None:
+                at_ns = self._now()
+        except Exception as error:  # the guard: telemetry never reaches the request
+            self._fail(error)
             return
         self._cause = cause
         self._numbers = numbers
@@ -300,8 +301,9 @@ class Recorder:
         """Set a gauge in the ring's header. Any thread."""
         try:
             ring = self._ring or self._attach_ring_after_fork()
-            if ring is not None:
-                ring.gauges[gauge] = value
+            if ring is None or self._closed:
+                raise RingClosedError(f"the recorder of {self.instance} is closed")
+            ring.gauges[gauge] = value
         except Exception as error:  # the guard: telemetry never reaches the request
             self.report(error)
 
@@ -327,7 +329,7 @@ class Recorder:
             return
         try:
             if self._ring is not None:
-                self._ring.append(encode_head(KIND_END, 0, trace.key, at_ns))
+                self._ring.append(pack_head(KIND_END, 0, 0, trace.key, at_ns))
         except Exception as error:  # the guard: telemetry never reaches the request
             self.report(error)
         trace.detach(_refuse_ended)
@@ -401,7 +403,9 @@ class Recorder:
             self._ring.count(Counter.DROPPED)
 
     def _refuse(self, body: bytes) -> NoReturn:
-        raise RingClosedError("this recorder is closed, or its ring could not be made after a fork")
+        raise RingClosedError(
+            f"the recorder of {self.instance} is closed, or has no ring after a fork"
+        )
 
 
 def _refuse_ended(body: bytes) -> NoReturn:
@@ -418,9 +422,7 @@ def _refusal(role: Role, mark: int) -> str:
 class _DisabledTrace(RequestTrace):
     __slots__ = ()
 
-    def mark(
-        self, mark: Mark, *values: Value, at_ns: int | None = None, head: object = None
-    ) -> None:
+    def mark(self, mark: Mark, *values: Value, at_ns: int | None = None) -> None:
         pass
 
     def wait(self, stage: str, reason: WaitReason, **numbers: object) -> None:

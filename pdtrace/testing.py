@@ -115,15 +115,14 @@ class MemoryRings:
         return recorder
 
     def _make(self, role: Role, instance: str) -> Recorder:
-        buffer = bytearray(self._capacity.file_bytes)
-
         def make_ring() -> tuple[RingWriter, Path | None]:
             identity = make_identity(role=role, instance=instance, resource={}, clock=self._clock)
-            return RingWriter(buffer, identity, self._capacity), None
+            buffer = bytearray(self._capacity.file_bytes)
+            writer = RingWriter(buffer, identity, self._capacity)
+            self._readers[role, instance] = RingReader.over(buffer, name=instance)
+            return writer, None
 
-        recorder = Recorder(role, instance, make_ring, clock=self._clock, raise_errors=True)
-        self._readers[role, instance] = RingReader.over(buffer, name=instance)
-        return recorder
+        return Recorder(role, instance, make_ring, clock=self._clock, raise_errors=True)
 
     def reader(self, role: Role, instance: str | None = None) -> RingReader:
         """The one reader that `records` uses for this instance."""
@@ -295,10 +294,8 @@ def record_request(
         break
     events += _beside_the_chain(stages, mode, chunks, prompt_tokens)
     # Where times tie, what belongs to an ending stage comes first; then the chain in its order.
-    chain_ends = {stage.end for stage in chain}
-    events.sort(
-        key=lambda event: (event.t_ns, event.mark not in _ENDS, event.mark not in chain_ends)
-    )
+    of_chain = {Mark.RECEIVED, *(stage.end for stage in chain)}
+    events.sort(key=lambda event: (event.t_ns, event.mark not in _ENDS, event.mark not in of_chain))
 
     traces: dict[Role, RequestTrace] = {}
     for event in events:

@@ -41,7 +41,6 @@ _FORMATS: Mapping[AttrType, str] = {
 }
 _STR, _BOOL = AttrType.STR, AttrType.BOOL  # globals: read once per value
 _INT64 = range(-(2**63), 2**63)
-_MAX_ATTEMPT = 2**32 - 1
 
 Schema = dict[int, list[tuple[str, str]]]
 
@@ -51,10 +50,8 @@ SCHEMA: Schema = {
 """Attributes of every mark, as this version writes them."""
 
 
-def encode_head(kind: int, attempt: int, key: int, t_ns: int) -> bytes:
-    """Body of a mark without values, or of an END record."""
-    return BODY_HEAD.pack(kind, 0, attempt, key, t_ns)
-
+pack_head = BODY_HEAD.pack
+"""(kind, 0, attempt, key, t_ns) -> body of a mark without values, or of an END record."""
 
 _context_encoder = msgspec.msgpack.Encoder()
 _context_decoder = msgspec.msgpack.Decoder(RequestContext)
@@ -85,8 +82,7 @@ def encode_open(context: RequestContext, key: int, t_ns: int) -> tuple[bytes, in
             handoff_id=context.handoff_id.encode(errors="replace").decode(),
         )
         encoded = _context_encoder.encode(context)
-    attempt = min(context.attempt, _MAX_ATTEMPT)
-    return encode_head(KIND_OPEN, attempt, key, t_ns) + encoded, truncated
+    return pack_head(KIND_OPEN, 0, 0, key, t_ns) + encoded, truncated
 
 
 def _fit(text: str, limit: int) -> tuple[bytes, bool]:

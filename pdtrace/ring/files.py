@@ -103,16 +103,31 @@ def _fill(
 ) -> RingWriter:
     # Without its blocks on disk, a disk that fills up later would kill the writer with SIGBUS.
     os.posix_fallocate(fd, 0, capacity.file_bytes)
-    lock_fd = os.open(draft, os.O_RDONLY | os.O_CLOEXEC)
+    lock = _WriterLock(draft)
     try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         buffer = mmap.mmap(fd, capacity.file_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        writer = RingWriter(buffer, identity, capacity, release_storage=lambda: os.close(lock_fd))
+        writer = RingWriter(buffer, identity, capacity, release_storage=lock.release)
         draft.rename(path)
     except BaseException:
-        os.close(lock_fd)
+        lock.release()
         raise
     return writer
+
+
+class _WriterLock:
+    """The writer's flock, held until released, collected or the process's end."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.release()
 
 
 def is_locked(fd: int) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import mmap
 import sys
-import threading
 from collections.abc import Callable
+from threading import get_ident
 from zlib import crc32
 
 import msgspec
@@ -127,21 +127,19 @@ class RingWriter:
         """Bytes left in the block in writing."""
         return self._end - self._pos
 
-    def append(
-        self,
-        body: bytes,
-        crc32: Callable[[bytes, int], int] = crc32,
-        get_ident: Callable[[], int] = threading.get_ident,
-    ) -> None:
-        """Append one record. `crc32` and `get_ident` are parameters so that they are fast locals.
+    def append(self, body: bytes) -> None:
+        """Append one record.
 
-        Raises RecordError from a second thread and RingClosedError after close().
+        Raises RecordError from a second thread or when `body` is larger than a block, and
+        RingClosedError after close().
         """
         if get_ident() != self._owner:
             self._take_ownership()
         size = len(body) + 8
         end = self._pos + (size + 7 & -8)
-        if end > self._end:
+        while end > self._end:
+            if size > self._block_bytes - BLOCK_HEADER.size:
+                raise RecordError(f"a record of {len(body)} bytes is larger than a block")
             if not self._turn_block():
                 return
             end = self._pos + (size + 7 & -8)
@@ -192,7 +190,7 @@ class RingWriter:
                 f"the recorder of {self.identity.instance} belongs to another thread: "
                 "open one recorder for each thread that records"
             )
-        self._owner = threading.get_ident()
+        self._owner = get_ident()
 
     def _turn_block(self) -> bool:
         """Begin the next block, recycling the oldest. False (record dropped) when re-entered."""
