@@ -29,7 +29,7 @@ def flatten_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str,
     flat: list[dict[str, object]] = []
     for index, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
-            # noqa reason, here and below: a client's bad value, not a programmer's bad type.
+            # Here and below: a client's bad value, not a programmer's bad type.
             raise ValueError(f"messages[{index}].role is missing or not a string")  # noqa: TRY004
         content = _content_text(message.get("content"), index)
         flat.append({**message, "content": content})

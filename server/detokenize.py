@@ -45,8 +45,8 @@ class StopMatcher:
 
     Text that may be the beginning of a stop string is held back. After a match the text before
     the stop string has been returned, `matched` is the stop string found, and every further call
-    returns "". The occurrence that begins first wins; of two that begin at one place, the shorter. The
-    result does not depend on how the text was cut into deltas.
+    returns "". The occurrence that begins first wins; of two that begin at one place, the
+    shorter. The result does not depend on how the text was cut into deltas.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:

@@ -7,10 +7,11 @@ deleted at any time and is rebuilt.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,23 @@ class DiskCache:
         finally:
             if temporary is not None:
                 temporary.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def lock(self, name: str) -> Generator[None]:
+        """Hold `name` against other processes, so that one builds what all wait for.
+
+        The lock ends with its holder, also when that is killed. Without a writable folder there
+        is nothing to share, and nothing is held.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            file = self.path(f"{name}.lock").open("w")
+        except OSError:
+            yield
+            return
+        with file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def try_write_bytes(self, name: str, data: bytes) -> Path | None:
         return self.try_write(name, lambda path: path.write_bytes(data))

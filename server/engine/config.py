@@ -85,7 +85,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_config(source: ModelSource, cache: DiskCache) -> ModelConfig:
-    """Read the model's config. Raises UnsupportedModelError or BrokenModelError with one clear line."""
+    """Read the model's config. Raises UnsupportedModelError or BrokenModelError."""
     if source.format is ModelFormat.GGUF:
         return _from_gguf(source.path, load_gguf_metadata(source.path, cache))
     return _from_hugging_face(source.path)
