@@ -1,8 +1,8 @@
 """Linear layers with fused tails, in the form that a device computes fastest.
 
-On a CPU the weights are reordered once into oneDNN's blocked layout: F.linear repacks them on
+On a CPU the weights are reordered once into oneDNN's blocked layout: functional.linear repacks them on
 every call, which makes a decode step of 8 rows 1.7 times slower. The operators for that are
-torch's own but private, so they are probed at start and F.linear is the fallback.
+torch's own but private, so they are probed at start and functional.linear is the fallback.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 from typing import Any, Protocol
 
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 
 # Rows that the blocked layout is tuned for. A layout made for 1 row is slower from 2 rows on;
 # one made for 8 is within a few percent of the best at every size.
@@ -37,23 +37,23 @@ class Linear(Protocol):
 
 
 class PlainLinear:
-    """See `Linear`: F.linear and a second operator."""
+    """See `Linear`: functional.linear and a second operator."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight = weight
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias)
+        return functional.linear(x, self._weight, self._bias)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
-        return F.silu(F.linear(x, self._weight, self._bias), inplace=True)
+        return functional.silu(functional.linear(x, self._weight, self._bias), inplace=True)
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias).mul_(factor)
+        return functional.linear(x, self._weight, self._bias).mul_(factor)
 
     def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias).add_(residual)
+        return functional.linear(x, self._weight, self._bias).add_(residual)
 
 
 class PackedLinear:
@@ -88,7 +88,7 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
 
 @functools.cache
 def packing_works(dtype: torch.dtype) -> bool:
-    """Whether this torch build packs `dtype` and gives F.linear's results."""
+    """Whether this torch build packs `dtype` and gives functional.linear's results."""
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
         torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 32), (48, 32), (48,))

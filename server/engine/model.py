@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 
 from server.engine.attention import StepAttention
 from server.engine.config import ModelConfig
@@ -79,7 +79,7 @@ class DecoderModel:
         token_ids, positions  [n] int64, rows of the planned step one after another
         last                  [m] int64, indices into them; may be empty
         """
-        x = F.embedding(token_ids, self._embed)
+        x = functional.embedding(token_ids, self._embed)
         cos, sin = self._rope.angles(positions)
         final = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
@@ -111,4 +111,4 @@ class DecoderModel:
         return qk[:, :num_heads], qk[:, num_heads:], v
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+        return functional.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 
 from server.engine.attention import AttentionRow
 from server.kv.layout import KvLayout
@@ -180,7 +180,7 @@ class TorchStepAttention:
         # The query heads that share a KV head become rows of one query, so that k and v are
         # read once for all of them.
         grouped = q.reshape(group.size, self._num_kv_heads, self._heads_per_kv, self._head_dim)
-        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask)
+        out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask)
         return out.reshape(group.size, -1)
 
     def _attend_run(
@@ -193,7 +193,7 @@ class TorchStepAttention:
         else:
             keys, values = self._gathered(run.gather[layer], 1)
             keys, values = keys[:, :, : run.length], values[:, :, : run.length]
-        out = F.scaled_dot_product_attention(
+        out = functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=run.mask, is_causal=run.mask is None, enable_gqa=True
         )
         return out[0].transpose(0, 1).flatten(1)
