@@ -1,8 +1,8 @@
 """Linear layers with fused tails, in the form that a device computes fastest.
 
-On a CPU the weights are reordered once into oneDNN's blocked layout: functional.linear repacks them on
-every call, which makes a decode step of 8 rows 1.7 times slower. The operators for that are
-torch's own but private, so they are probed at start and functional.linear is the fallback.
+On a CPU the weights are reordered once into oneDNN's blocked layout: functional.linear repacks
+them on every call, which makes a decode step of 8 rows 1.7 times slower. The operators for that
+are torch's own but private, so they are probed at start, and functional.linear is the fallback.
 """
 
 from __future__ import annotations
