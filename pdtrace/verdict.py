@@ -358,7 +358,7 @@ def _sentence(
     match kind:
         case VerdictKind.ENDED:
             sentence = f"{name} {_ending(timeline)} after {total}"
-            if stage == timeline.outcome_stage or chosen.leaf.outer == timeline.outcome_stage:
+            if timeline.outcome_stage in {stage, chosen.leaf.outer}:
                 sentence += f" in {stage}, {took} into it.{because}"
             else:
                 sentence += f"; {stage} took {took}.{because}"

@@ -1,0 +1,385 @@
+"""Where traces to analyse come from: a run directory, a file, a folder, or standard input.
+
+Owns opening, sniffing (content decides, never the name), decompression, counting what could not be
+read, and joining spans into traces. One OTLP object is `pdtrace.otlp`'s; the odd forms of other
+writers are `pdtrace.foreign_otlp`'s.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import stat
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import IO, Protocol, cast
+
+import msgspec
+
+from pdtrace import otlp
+from pdtrace.errors import SourceError
+from pdtrace.foreign_otlp import NotTraces, decode_foreign
+from pdtrace.spans import Span, Trace
+
+DEFAULT_RUN = "run"
+RUN_VARIABLE = "PDTRACE_RUN"
+TRACES_FOLDER = "traces"
+
+SUPPORTED = "a run directory, OTLP JSON lines (file or folder, plain or gzip), or - for stdin"
+
+MAX_LINE_BYTES = 256 * 1024 * 1024
+"""A longer line, or a document of several lines, is refused rather than held in memory."""
+
+_BOM = b"\xef\xbb\xbf"
+_GZIP = b"\x1f\x8b"
+_MAGICS = (
+    (b"\x28\xb5\x2f\xfd", "is compressed with zstd: decompress it first (zstd -d)"),
+    (b"\x04\x22\x4d\x18", "is compressed with lz4: decompress it first"),
+    (b"BZh", "is compressed with bzip2: decompress it first"),
+    (b"\xfd7zXZ\x00", "is compressed with xz: decompress it first"),
+    (b"PK\x03\x04", "is a zip archive: unpack it first"),
+    (b"\xff\xfe", "is UTF-16 text: convert it to UTF-8 first"),
+    (b"\xfe\xff", "is UTF-16 text: convert it to UTF-8 first"),
+)
+_MAX_BAD_LINES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that could not be used; `line` counts from 1."""
+
+    file: str
+    line: int
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Problems:
+    """What a recording lost on the way in.
+
+    bad_lines        the first hundred; `bad_line_count` counts all
+    cut_files        files whose end is missing: a cut last line, a cut gzip stream
+    bad_spans        spans without usable ids or times, left out of their lines
+    duplicates       spans read again, counted once
+    conflicts        span ids that came with two contents; the longer span counts
+    other_signals    lines of metrics or logs, passed over
+    skipped_files    files of a folder that hold no JSON
+    """
+
+    bad_lines: list[BadLine] = field(default_factory=list[BadLine])
+    bad_line_count: int = 0
+    cut_files: list[str] = field(default_factory=list[str])
+    bad_spans: int = 0
+    duplicates: int = 0
+    conflicts: int = 0
+    other_signals: int = 0
+    skipped_files: list[str] = field(default_factory=list[str])
+
+    def __bool__(self) -> bool:
+        return any(
+            (
+                self.bad_line_count,
+                self.cut_files,
+                self.bad_spans,
+                self.duplicates,
+                self.conflicts,
+                self.other_signals,
+                self.skipped_files,
+            )
+        )
+
+    @property
+    def lossy(self) -> bool:
+        """Whether something that may have held spans was not used."""
+        return bool(self.bad_line_count or self.cut_files or self.bad_spans or self.conflicts)
+
+    def sentences(self) -> list[str]:
+        """One sentence per kind of problem."""
+        found: list[str] = []
+        if self.bad_line_count:
+            first = self.bad_lines[0]
+            found.append(
+                f"{_many(self.bad_line_count, 'line')} could not be read; "
+                f"the first: {first.file}:{first.line}: {first.reason}."
+            )
+        found += [f"The end of {name} is missing." for name in self.cut_files]
+        if self.bad_spans:
+            found.append(f"{_many(self.bad_spans, 'span')} without usable ids or times left out.")
+        if self.duplicates:
+            found.append(f"{_many(self.duplicates, 'span')} came more than once, counted once.")
+        if self.conflicts:
+            found.append(f"{_many(self.conflicts, 'span id')} came with different contents.")
+        if self.other_signals:
+            found.append(f"{_many(self.other_signals, 'line')} of metrics or logs passed over.")
+        if self.skipped_files:
+            found.append(f"{_many(len(self.skipped_files), 'file')} without JSON skipped.")
+        return found
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """Traces of one source, by begin. `lines` counts the non-blank ones."""
+
+    source: str
+    traces: tuple[Trace, ...]
+    files: int
+    lines: int
+    spans: int
+    problems: Problems
+
+
+def default_source(environ: Mapping[str, str] = os.environ) -> str:
+    """`$PDTRACE_RUN`, else `run` in the working directory."""
+    return environ.get(RUN_VARIABLE) or DEFAULT_RUN
+
+
+def read_source(source: str | Path | None = None, *, stdin: IO[bytes] | None = None) -> Recording:
+    """Read every trace of a source; None means `default_source()`, `-` standard input.
+
+    Broken lines are counted, not raised. Raises SourceError if there is nothing to read: no such
+    file, an unsupported form, or not one usable line.
+    """
+    name = default_source() if source is None else str(source)
+    reader = _Reader()
+    if name == "-":
+        name = "standard input"
+        reader.read(name, stdin or sys.stdin.buffer)
+    elif "://" in name:
+        raise SourceError(f"{name}: addresses cannot be read; give {SUPPORTED}")
+    else:
+        for path in _files(Path(name), reader.problems):
+            try:
+                with path.open("rb") as file:
+                    reader.read(str(path), file)
+            except OSError as error:
+                raise SourceError(f"{path}: {error.strerror or error}") from error
+    return reader.recording(name)
+
+
+def join_spans(spans: Iterable[Span], problems: Problems | None = None) -> tuple[Trace, ...]:
+    """Spans in any order → traces by begin, each span id once; counts what it drops."""
+    problems = Problems() if problems is None else problems
+    traces: dict[str, dict[str, Span]] = {}
+    for span in spans:
+        known = traces.setdefault(span.trace_id, {})
+        before = known.get(span.span_id)
+        if before is None:
+            known[span.span_id] = span
+        elif before == span:
+            problems.duplicates += 1
+        else:
+            problems.conflicts += 1
+            # Whatever order they came in, the same one stays.
+            known[span.span_id] = max(before, span, key=_weight)
+    joined = [
+        Trace(trace_id=trace_id, spans=tuple(sorted(known.values(), key=_by_begin)))
+        for trace_id, known in traces.items()
+    ]
+    return tuple(sorted(joined, key=lambda trace: (trace.spans[0].start_ns, trace.trace_id)))
+
+
+def _weight(span: Span) -> tuple[int, int, str]:
+    return (span.end_ns - span.start_ns, len(span.attributes), repr(span))
+
+
+def _by_begin(span: Span) -> tuple[int, str]:
+    return (span.start_ns, span.span_id)
+
+
+def _files(path: Path, problems: Problems) -> list[Path]:
+    """The files to read behind a path."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        hint = f"; give {SUPPORTED}" if isinstance(error, FileNotFoundError) else ""
+        raise SourceError(f"{path}: {error.strerror or error}{hint}") from error
+    if not stat.S_ISDIR(mode):
+        return [path]
+    traces = path / TRACES_FOLDER
+    folder = traces if traces.is_dir() else path
+    try:
+        entries = sorted(folder.iterdir())
+        candidates = [p for p in entries if p.is_file() and not p.name.startswith(".")]
+        found = [p for p in candidates if _may_hold_json(p)]
+    except OSError as error:
+        raise SourceError(f"{folder}: {error.strerror or error}") from error
+    problems.skipped_files += [str(p) for p in candidates if p not in set(found)]
+    if not found:
+        yet = folder is traces
+        what = "no trace was recorded yet" if yet else f"no trace file; give {SUPPORTED}"
+        raise SourceError(f"{folder}: {what}")
+    return found
+
+
+def _may_hold_json(path: Path) -> bool:
+    with path.open("rb") as file:
+        head = file.read(4096)
+    if head.startswith(_GZIP):
+        return True
+    return head.removeprefix(_BOM).lstrip()[:1] in {b"{", b"["}
+
+
+class _Lines(Protocol):
+    def readline(self, size: int, /) -> bytes: ...
+
+
+class _Reader:
+    """Reads files one after another and keeps what they hold."""
+
+    def __init__(self) -> None:
+        self.problems = Problems()
+        self.spans: list[Span] = []
+        self.files = 0
+        self.lines = 0
+        self.usable = 0
+        self.hint: str | None = None
+
+    def recording(self, source: str) -> Recording:
+        if self.usable == 0:
+            if self.hint:
+                raise SourceError(f"{source}: {self.hint}")
+            if self.problems.bad_lines:
+                first = self.problems.bad_lines[0]
+                raise SourceError(f"{first.file}:{first.line}: {first.reason}; give {SUPPORTED}")
+            if self.problems.other_signals:
+                raise SourceError(f"{source}: holds metrics or logs, no traces")
+            raise SourceError(f"{source}: is empty")
+        traces = join_spans(self.spans, self.problems)
+        return Recording(
+            source=source,
+            traces=traces,
+            files=self.files,
+            lines=self.lines,
+            spans=sum(len(trace.spans) for trace in traces),
+            problems=self.problems,
+        )
+
+    def read(self, name: str, file: IO[bytes]) -> None:
+        self.files += 1
+        stream = io.BufferedReader(cast("io.RawIOBase", file))
+        try:
+            head = stream.peek(6)
+            for magic, what in _MAGICS:
+                if head.startswith(magic):
+                    self.hint = self.hint or what
+                    self._bad(name, 1, what)
+                    return
+            if head.startswith(_GZIP):
+                self._read_lines(name, gzip.GzipFile(fileobj=stream))
+            else:
+                self._read_lines(name, stream)
+        finally:
+            stream.detach()  # the caller closes its file
+
+    def _read_lines(self, name: str, stream: _Lines) -> None:
+        lines = self._numbered(name, stream)
+        for number, line in lines:
+            if _opens_document(line):
+                self._read_document(name, number, line, lines)
+                return
+            self._read_line(name, number, line)
+            break
+        for number, line in lines:
+            self._read_line(name, number, line)
+
+    def _numbered(self, name: str, stream: _Lines) -> Iterator[tuple[int, bytes]]:
+        """Non-blank lines with their numbers, newline included where there is one."""
+        number = 0
+        while True:
+            number += 1
+            try:
+                line = stream.readline(MAX_LINE_BYTES)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                self.problems.cut_files.append(name)
+                self.hint = self.hint or f"the gzip stream is damaged: {error}"
+                return
+            if not line:
+                return
+            if number == 1:
+                line = line.removeprefix(_BOM)
+            if len(line) >= MAX_LINE_BYTES and not line.endswith(b"\n"):
+                self._bad(name, number, f"longer than {MAX_LINE_BYTES} bytes")
+                while line and not line.endswith(b"\n"):
+                    line = stream.readline(MAX_LINE_BYTES)
+                continue
+            if line.strip():
+                self.lines += 1
+                yield number, line
+
+    def _read_document(
+        self, name: str, number: int, first: bytes, lines: Iterator[tuple[int, bytes]]
+    ) -> None:
+        """Read one document written over several lines; if it is none, read it line by line."""
+        held = [(number, first)]
+        size = len(first)
+        for following in lines:
+            held.append(following)
+            size += len(following[1])
+            if size > MAX_LINE_BYTES:
+                break
+        text = b"".join(line for _, line in held)
+        try:
+            msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            for at, line in chain(held, lines):
+                self._read_line(name, at, line)
+        else:
+            self.lines -= len(held) - 1
+            self._read_line(name, number, text)
+
+    def _read_line(self, name: str, number: int, line: bytes) -> None:
+        try:
+            spans = otlp.decode_line(line)
+        except ValueError:
+            spans = []
+        # No spans may mean another writer's words for them.
+        if not spans:
+            try:
+                foreign = decode_foreign(msgspec.json.decode(line))
+            except msgspec.DecodeError as error:
+                self._bad_json(name, number, line, str(error))
+                return
+            except NotTraces as other:
+                if other.other_signal:
+                    self.problems.other_signals += 1
+                else:
+                    self.hint = self.hint or other.hint
+                    self._bad(name, number, str(other))
+                return
+            spans = foreign.spans
+            self.problems.bad_spans += foreign.bad_spans
+            if foreign.bad_spans and not spans:
+                self._bad(name, number, "no span has usable ids and times")
+                return
+        self.usable += 1
+        self.spans += spans
+
+    def _bad_json(self, name: str, number: int, line: bytes, reason: str) -> None:
+        if not line.endswith(b"\n") and b"truncated" in reason.encode():
+            self.problems.cut_files.append(name)
+        self._bad(name, number, f"not JSON: {reason}")
+
+    def _bad(self, name: str, number: int, reason: str) -> None:
+        self.problems.bad_line_count += 1
+        if len(self.problems.bad_lines) < _MAX_BAD_LINES:
+            self.problems.bad_lines.append(BadLine(name, number, reason))
+
+
+def _opens_document(line: bytes) -> bool:
+    """Whether a line may be the first of a document written over several lines."""
+    if line.lstrip()[:1] not in {b"{", b"["}:
+        return False
+    try:
+        msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return True
+    return False
