@@ -230,7 +230,7 @@ def up(
             start_timeout_s=start_timeout,
             progress=progress,
             on_ready=on_ready,
-            point_latest=run_dir is None,
+            latest=run_dir is None,
         )
     raise typer.Exit(exit_code)
 

@@ -36,7 +36,7 @@ from server.errors import ServerError, StartError
 from server.kv.layout import KvLayout
 from server.models import is_fake, locate_model
 from server.process import AGENT, EXIT_START_ERROR
-from server.rundir import RunDir
+from server.rundir import RunDir, point_latest
 
 STATE_VERSION = 1
 _POLL_S = 0.1
@@ -393,7 +393,7 @@ def run_server(
     start_timeout_s: float,
     progress: Callable[[float], None],
     on_ready: Callable[[Launcher], None],
-    point_latest: bool = False,
+    latest: bool = False,
 ) -> int:
     """Run a server until it is stopped; the exit code of `python -m server up`.
 
@@ -409,8 +409,8 @@ def run_server(
     try:
         launcher.catch_signals()
         launcher.start()
-        if point_latest:
-            launcher.run_dir.point_latest()
+        if latest:
+            point_latest(launcher.run_dir.path)
         if launcher.wait_until_ready(timeout_s=start_timeout_s, progress=progress):
             on_ready(launcher)
             launcher.watch()

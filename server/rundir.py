@@ -144,16 +144,6 @@ class RunDir:
         self.pools = folder
         return folder
 
-    def point_latest(self) -> None:
-        """Let `latest`, beside this directory, name it; a `latest` that is no link stays."""
-        link = self.path.parent / LATEST
-        temporary = self.path.parent / f".{LATEST}.{os.getpid()}"
-        if link.exists() and not link.is_symlink():
-            return
-        with contextlib.suppress(OSError):  # a convenience: a read-only parent is no error
-            temporary.symlink_to(self.path.name)
-            temporary.replace(link)
-
     def release(self) -> None:
         """Remove sockets and pools, keep the recording, unlock. Idempotent."""
         if self._lock_fd < 0:
@@ -167,15 +157,26 @@ class RunDir:
         self._lock_fd = -1
 
 
-def timestamped(parent: Path) -> Path:
+def timestamped(parent: Path, prefix: str = "") -> Path:
     """An unused path below `parent` named by the local time, such as `run/20250131-235959`."""
-    name = time.strftime("%Y%m%d-%H%M%S")
+    name = prefix + time.strftime("%Y%m%d-%H%M%S")
     path = parent / name
     suffix = 2
     while path.exists():
         path = parent / f"{name}-{suffix}"
         suffix += 1
     return path
+
+
+def point_latest(path: Path) -> None:
+    """Let `latest`, beside the run directory `path`, name it; a `latest` that is no link stays."""
+    link = path.parent / LATEST
+    temporary = path.parent / f".{LATEST}.{os.getpid()}"
+    if link.exists() and not link.is_symlink():
+        return
+    with contextlib.suppress(OSError):  # a convenience: a read-only parent is no error
+        temporary.symlink_to(path.name)
+        temporary.replace(link)
 
 
 def remove_stale_pools(shared_memory: Path = SHARED_MEMORY) -> list[Path]:

@@ -32,7 +32,9 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
             if value < 1:
                 raise ValueError(f"KvLayout.{name} is {value}, expected at least 1")
         if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"KvLayout.dtype is {self.dtype!r}, expected one of {list(DTYPE_BYTES)}")
+            raise ValueError(
+                f"KvLayout.dtype is {self.dtype!r}, expected one of {list(DTYPE_BYTES)}"
+            )
 
     @property
     def layer_bytes(self) -> int:

@@ -41,9 +41,7 @@ class KvPool:
 
     @classmethod
     def create(cls, path: Path, *, owner: str, layout: KvLayout, num_pages: int) -> KvPool:
-        descriptor = PoolDescriptor(
-            owner=owner, path=str(path), num_pages=num_pages, layout=layout
-        )
+        descriptor = PoolDescriptor(owner=owner, path=str(path), num_pages=num_pages, layout=layout)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         try:
             os.posix_fallocate(fd, 0, descriptor.num_bytes)

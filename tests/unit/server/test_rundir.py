@@ -9,7 +9,7 @@ import pytest
 
 from server import rundir
 from server.errors import StartError
-from server.rundir import RunDir, remove_stale_pools, timestamped
+from server.rundir import RunDir, point_latest, remove_stale_pools, timestamped
 
 
 def test_acquire_makes_private_folders(tmp_path: Path) -> None:
@@ -129,13 +129,12 @@ def test_long_run_directory_gets_short_socket_paths(tmp_path: Path) -> None:
 
 def test_latest_names_the_newest_run_and_never_replaces_a_folder(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        with RunDir.acquire(tmp_path / name) as run_dir:
-            run_dir.point_latest()
+        (tmp_path / name).mkdir()
+        point_latest(tmp_path / name)
     assert (tmp_path / "latest").resolve() == tmp_path / "two"
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").mkdir()
-    with RunDir.acquire(tmp_path / "three") as run_dir:
-        run_dir.point_latest()
+    point_latest(tmp_path / "one")
     assert not (tmp_path / "latest").is_symlink()
 
 
