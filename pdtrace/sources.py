@@ -29,6 +29,8 @@ from pdtrace.spans import Span, Trace
 DEFAULT_RUN = "run"
 RUN_VARIABLE = "PDTRACE_RUN"
 TRACES_FOLDER = "traces"
+LATEST_RUN = "latest"
+"""Link to the newest of the run directories in a folder, kept by the server's launcher."""
 
 SUPPORTED = "a run directory, OTLP JSON lines (file or folder, plain or gzip), or - for stdin"
 
@@ -138,7 +140,7 @@ class Recording:
 
 
 def default_source(environ: Mapping[str, str] = os.environ) -> str:
-    """`$PDTRACE_RUN`, else `run` in the working directory."""
+    """`$PDTRACE_RUN`, else `run` in the working directory: the newest run in it."""
     return environ.get(RUN_VARIABLE) or DEFAULT_RUN
 
 
@@ -204,6 +206,8 @@ def _files(path: Path, problems: Problems) -> list[Path]:
         raise SourceError(f"{path}: {error.strerror or error}{hint}") from error
     if not stat.S_ISDIR(mode):
         return [path]
+    if not (path / TRACES_FOLDER).is_dir() and (path / LATEST_RUN).is_dir():
+        path = path / LATEST_RUN
     traces = path / TRACES_FOLDER
     folder = traces if traces.is_dir() else path
     try:
