@@ -1,7 +1,8 @@
 """The neutral span model that assembly produces, exporters encode and readers return.
 
 Owns shapes only. Ids are lowercase hex (32 and 16 digits); times are Unix nanoseconds. Span names
-are stage names, `request` (the root) and `attempt`; meaning lives in `pdtrace.stages`.
+are stage names and `attempt`; the root, named after operation and model, has `pd.span` = `request`.
+Meaning lives in `pdtrace.stages`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,528 @@
+"""Marks of one finished request → its spans. Pure: no clock, no I/O, no OpenTelemetry.
+
+Owns the tree, alignment, waits, and what an outcome looks like on a span (ADR 001). What the marks
+mean is `pdtrace.evidence`; which stages exist is `pdtrace.stages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from pdtrace import semconv as a
+from pdtrace.collected import CollectedRequest, Leg
+from pdtrace.evidence import (
+    REPEATABLE_MARKS,
+    REQUEST_MARKS,
+    Attempt,
+    End,
+    Evidence,
+    Stamp,
+    derived_span_id,
+    first_of,
+)
+from pdtrace.ring.records import Value
+from pdtrace.spans import AttrValue, Event, Link, Span, SpanKind, StatusCode
+from pdtrace.stages import (
+    ATTEMPT_SPAN,
+    CHAINS,
+    MARKS,
+    OPTIONAL_STAGES,
+    ROOT_SPAN,
+    STAGE_BY_NAME,
+    STAGES,
+    Mark,
+    Mode,
+    Outcome,
+    Stage,
+)
+
+CHAIN_GAP_NS = 1_000
+SIDE_GAP_NS = 2_000
+"""How far before its end mark a span ends: chain stages and stages beside the chain (ADR 001)."""
+
+MAX_WAIT_EVENTS = 64
+"""Wait records shown as events on one span; more are counted in `pd.wait.changes`."""
+
+MAX_BLOCKER_LINKS = 8
+
+_OUTCOME_ATTRS = frozenset({a.OUTCOME.key, a.OUTCOME_REASON.key, a.OUTCOME_BY.key})
+_CHUNK_ATTRS = {
+    mark: next((i for i, attr in enumerate(spec.attrs) if attr is a.CHUNK_INDEX), None)
+    for mark, spec in MARKS.items()
+}
+
+
+def _landing(chain: Sequence[Stage]) -> Mapping[Mark, str]:
+    """Stage that takes a mark's attributes: the one it ends (chain first), else one it opens."""
+    table: dict[Mark, str] = {}
+    side = [stage for stage in STAGES if stage not in chain]
+    for stage in side:
+        for mark in stage.begin:
+            table.setdefault(mark, stage.name)
+    for stage in (*side, *chain):
+        table[stage.end] = stage.name
+    # The request's outcome stands on the root; gateway.finish would only repeat it.
+    del table[Mark.COMPLETED]
+    return table
+
+
+_LANDING = {mode: _landing(chain) for mode, chain in CHAINS.items()}
+_CHAIN_NAMES = {mode: frozenset(s.name for s in chain) for mode, chain in CHAINS.items()}
+_SIDE = {
+    mode: tuple(stage for stage in STAGES if stage.name not in names)
+    for mode, names in _CHAIN_NAMES.items()
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class _Draft:
+    """A span in the making, on the common clock."""
+
+    name: str
+    span_id: str
+    parent_id: str | None
+    leg: Leg
+    begin_ns: int
+    end_ns: int
+    gap_ns: int
+    kind: SpanKind = SpanKind.INTERNAL
+    attributes: dict[str, AttrValue] = field(default_factory=dict[str, AttrValue])
+    events: list[Event] = field(default_factory=list[Event])
+    links: list[Link] = field(default_factory=list[Link])
+    status: StatusCode = StatusCode.UNSET
+    status_message: str = ""
+
+    def conclude(self, end: End, *, guilty: bool) -> None:
+        """Records an outcome; only the stage that was active when it happened bears the error."""
+        self.attributes[a.OUTCOME.key] = end.outcome
+        if end.reason:
+            self.attributes[a.OUTCOME_REASON.key] = end.reason
+        if end.by:
+            self.attributes[a.OUTCOME_BY.key] = end.by
+        if guilty and end.is_error:
+            self.status = StatusCode.ERROR
+            self.status_message = end.reason or end.outcome
+            self.attributes[a.ERROR_TYPE.key] = end.reason or end.outcome
+
+
+def assemble(request: CollectedRequest) -> list[Span]:
+    """The spans of `request`, root first where this host's gateway recorded it, then by start.
+
+    The root and the attempts are built only where a gateway leg is present: elsewhere they belong
+    to the gateway's host, and the stages name them as parents. Never raises on missing, repeated
+    or disordered marks; what they make impossible stands in `pd.violation` or `pd.incomplete`.
+    """
+    if not any(leg.marks for leg in request.legs):
+        return []
+    return _Assembly(request).spans()
+
+
+class _Assembly:
+    def __init__(self, request: CollectedRequest) -> None:
+        self.request = request
+        self.evidence = evidence = Evidence(request)
+        self.anchor = evidence.reference.anchor
+        self.mode = evidence.mode
+        self.landing = _LANDING[self.mode]
+        self.chain_names = _CHAIN_NAMES[self.mode]
+        self.drafts: dict[tuple[int, str], list[_Draft]] = {}
+        self.homeless: dict[int, list[Stamp]] = {}
+        """Marks whose stage has no span: their facts go to the attempt."""
+
+    def spans(self) -> list[Span]:
+        for attempt in self.evidence.attempts.values():
+            for stage in self.evidence.chain(attempt):
+                self._draft_chain(stage, attempt)
+            for stage in _SIDE[self.mode]:
+                self._draft_side(stage, attempt)
+        for attempt in self.evidence.attempts.values():
+            self._land_attributes(attempt)
+            self._attach_waits(attempt)
+        stages = [draft for drafts in self.drafts.values() for draft in drafts]
+        stages.sort(key=attrgetter("begin_ns"))
+        gateway = self.evidence.gateway
+        if gateway is None:
+            return [self._span(draft) for draft in stages]
+        begun = [attempt for attempt in self.evidence.attempts.values() if attempt.has_begun]
+        attempts = [self._attempt_draft(attempt, gateway) for attempt in begun]
+        return [self._span(draft) for draft in (self._root(gateway), *attempts, *stages)]
+
+    def _draft_chain(self, stage: Stage, attempt: Attempt) -> None:
+        evidence = self.evidence
+        begin = evidence.begin(stage, attempt)
+        if begin is None:
+            return
+        finish = evidence.finish(stage, attempt)
+        guilty = stage is attempt.active
+        if finish is not None:
+            draft = self._draft(stage, attempt, finish.leg, begin.t_ns, finish.t_ns)
+            if guilty and attempt.failure is not None:
+                draft.conclude(attempt.failure, guilty=True)
+        elif attempt.failure is not None and evidence.is_open(stage, attempt):
+            end = evidence.closing(stage, attempt, begin)
+            if end is not None:
+                owner = self._owner(stage, end)
+                draft = self._draft(stage, attempt, owner, begin.t_ns, end.t_ns)
+                draft.conclude(end, guilty=guilty)
+
+    def _owner(self, stage: Stage, end: End) -> Leg:
+        """The process that would have recorded the end mark, where it recorded anything."""
+        for stamp in reversed(self.evidence.stamps):
+            if stamp.role in stage.roles:
+                return stamp.leg
+        return end.leg
+
+    def _draft_side(self, stage: Stage, attempt: Attempt) -> None:
+        if not stage.begin:
+            self._draft_gaps(stage, attempt)
+            return
+        if not stage.repeats:
+            begin = first_of(attempt.first, stage.begin)
+            begins = [] if begin is None else [begin]
+            finish = attempt.first.get(stage.end)
+            finishes = [] if finish is None else [finish]
+        else:
+            begins = sorted(
+                (s for mark in stage.begin for s in attempt.repeated.get(mark, ())),
+                key=attrgetter("t_ns"),
+            )
+            finishes = attempt.repeated.get(stage.end, [])
+        closes = stage.repeats or self.mode is not Mode.COLOCATED
+        for index, (begin, finish) in enumerate(_paired(begins, finishes)):
+            end = None
+            if finish is None and closes and attempt.failure is not None:
+                end = self.evidence.closing(stage, attempt, begin)
+            if finish is not None:
+                draft = self._draft(
+                    stage, attempt, finish.leg, begin.t_ns, finish.t_ns, index=index
+                )
+                _put(draft, finish)
+            elif end is not None:
+                draft = self._draft(stage, attempt, begin.leg, begin.t_ns, end.t_ns, index=index)
+                draft.conclude(end, guilty=False)
+            else:
+                continue
+            if self.landing.get(begin.mark) == stage.name:
+                _put(draft, begin, overwrite=False)
+
+    def _draft_gaps(self, stage: Stage, attempt: Attempt) -> None:
+        for index, stamp in enumerate(attempt.repeated.get(stage.end, ())):
+            length = stamp.value(a.GAP_SECONDS)
+            seconds = length if isinstance(length, int | float) and length > 0 else 0.0
+            begin_ns = stamp.t_ns - round(min(seconds, 1e9) * 1e9)
+            _put(self._draft(stage, attempt, stamp.leg, begin_ns, stamp.t_ns, index=index), stamp)
+
+    def _draft(
+        self,
+        stage: Stage,
+        attempt: Attempt,
+        leg: Leg,
+        begin_ns: int,
+        end_ns: int,
+        *,
+        index: int = 0,
+    ) -> _Draft:
+        in_chain = stage.name in self.chain_names
+        draft = _Draft(
+            name=stage.name,
+            span_id=derived_span_id(
+                self.request.root_span_id, attempt.ids.span_id, stage.name, index
+            ),
+            parent_id=self._parent_id(stage, attempt),
+            leg=leg,
+            begin_ns=begin_ns,
+            end_ns=max(end_ns, begin_ns),
+            gap_ns=CHAIN_GAP_NS if in_chain else SIDE_GAP_NS,
+            kind=SpanKind.SERVER if stage.server else SpanKind.INTERNAL,
+            attributes=self._identity(attempt),
+        )
+        draft.attributes[a.STAGE.key] = stage.name
+        draft.attributes[a.STAGE_KIND.key] = stage.kind.value
+        if end_ns < begin_ns:
+            draft.attributes[a.VIOLATION.key] = f"end mark {begin_ns - end_ns} ns before begin mark"
+        self.drafts.setdefault((attempt.number, stage.name), []).append(draft)
+        return draft
+
+    def _parent_id(self, stage: Stage, attempt: Attempt) -> str:
+        if stage.parent == ROOT_SPAN:
+            return self.request.root_span_id
+        if stage.parent != ATTEMPT_SPAN:
+            # Chain stages are drafted first, so the parent is there if its marks are.
+            for draft in self.drafts.get((attempt.number, stage.parent), ()):
+                return draft.span_id
+        return attempt.ids.span_id
+
+    def _identity(self, attempt: Attempt) -> dict[str, AttrValue]:
+        attributes: dict[str, AttrValue] = {
+            a.REQUEST_ID.key: self.request.request_id,
+            a.ATTEMPT.key: attempt.number,
+        }
+        if attempt.ids.handoff_id:
+            attributes[a.HANDOFF_ID.key] = attempt.ids.handoff_id
+        return attributes
+
+    def _land_attributes(self, attempt: Attempt) -> None:
+        for mark, stamp in attempt.first.items():
+            if mark in REPEATABLE_MARKS:
+                continue
+            drafts = self._drafts_of(self.landing.get(mark), attempt)
+            if drafts:
+                _put(drafts[0], stamp, overwrite=False)
+            else:
+                self.homeless.setdefault(attempt.number, []).append(stamp)
+
+    def _drafts_of(self, name: str | None, attempt: Attempt) -> Sequence[_Draft]:
+        """Spans of a stage in `attempt`; the request's own stages stand with its last attempt."""
+        if name is None:
+            return ()
+        last = self.evidence.last_attempt.number
+        if STAGE_BY_NAME[name].parent == ROOT_SPAN:
+            return self.drafts.get((last, name), ())
+        return self.drafts.get((attempt.number, name), ())
+
+    def _attach_waits(self, attempt: Attempt) -> None:
+        by_draft: dict[str, tuple[_Draft, list[Stamp]]] = {}
+        for stamp in attempt.repeated.get(Mark.WAITING, ()):
+            draft = self._waiting_draft(attempt, stamp)
+            if draft is not None:
+                by_draft.setdefault(draft.span_id, (draft, []))[1].append(stamp)
+            else:
+                self.homeless.setdefault(attempt.number, []).append(stamp)
+        for draft, stamps in by_draft.values():
+            self._describe_wait(draft, stamps)
+
+    def _waiting_draft(self, attempt: Attempt, stamp: Stamp) -> _Draft | None:
+        name = str(stamp.value(a.WAIT_STAGE))
+        candidates = self._drafts_of(name if name in STAGE_BY_NAME else None, attempt)
+        for draft in candidates:
+            if draft.begin_ns <= stamp.t_ns <= draft.end_ns:
+                return draft
+        return candidates[-1] if candidates else None
+
+    def _describe_wait(self, draft: _Draft, stamps: Sequence[Stamp]) -> None:
+        """Events for the changes; attributes for the reason that was in force longest."""
+        in_force: dict[str, int] = {}
+        longest: dict[str, tuple[int, Stamp]] = {}
+        until = [stamp.t_ns for stamp in stamps[1:]] + [draft.end_ns]
+        for stamp, end_ns in zip(stamps, until, strict=True):
+            reason = str(stamp.value(a.WAIT_REASON))
+            length = max(end_ns - max(stamp.t_ns, draft.begin_ns), 0)
+            in_force[reason] = in_force.get(reason, 0) + length
+            if reason not in longest or length > longest[reason][0]:
+                longest[reason] = (length, stamp)
+        dominant = max(in_force, key=lambda reason: in_force[reason])
+        draft.attributes.update(_mark_attributes(longest[dominant][1], leave_out=a.WAIT_STAGE))
+        shown = stamps[:MAX_WAIT_EVENTS]
+        draft.events += [self._wait_event(stamp) for stamp in shown]
+        if len(stamps) > len(shown):
+            draft.attributes[a.WAIT_CHANGES.key] = len(stamps)
+        draft.links += self._blocker_links(stamps)
+
+    def _wait_event(self, stamp: Stamp) -> Event:
+        return Event(
+            name="pd.wait",
+            time_ns=self.anchor.to_wall_ns(stamp.t_ns),
+            attributes=_mark_attributes(stamp),
+        )
+
+    def _blocker_links(self, stamps: Sequence[Stamp]) -> Iterable[Link]:
+        names = dict.fromkeys(str(stamp.value(a.WAIT_BLOCKER)) for stamp in stamps)
+        known = [self.request.blockers[name] for name in names if name in self.request.blockers]
+        for trace_id, span_id in known[:MAX_BLOCKER_LINKS]:
+            if trace_id != self.request.trace_id:
+                yield Link(trace_id=trace_id, span_id=span_id, attributes={"pd.link": "blocked_by"})
+
+    def _attempt_draft(self, attempt: Attempt, gateway: Leg) -> _Draft:
+        end = attempt.end
+        assert end is not None
+        begin = attempt.first.get(Mark.ADMITTED) or next(
+            stamp for stamp in attempt.stamps if stamp.mark not in REQUEST_MARKS
+        )
+        draft = _Draft(
+            name=ATTEMPT_SPAN,
+            span_id=attempt.ids.span_id,
+            parent_id=self.request.root_span_id,
+            leg=gateway,
+            begin_ns=begin.t_ns,
+            end_ns=max(end.t_ns, begin.t_ns),
+            gap_ns=CHAIN_GAP_NS,
+            attributes={a.SPAN.key: ATTEMPT_SPAN, **self._identity(attempt)},
+        )
+        if end.t_ns < begin.t_ns:
+            draft.attributes[a.VIOLATION.key] = f"ends {begin.t_ns - end.t_ns} ns before it begins"
+        elif attempt.duplicates:
+            marks = ", ".join(sorted(set(attempt.duplicates)))
+            draft.attributes[a.VIOLATION.key] = f"recorded more than once: {marks}"
+        routed = attempt.first.get(Mark.ROUTED)
+        if routed is not None:
+            for attr in (a.PREFILL_WORKER, a.DECODE_WORKER):
+                _set(draft.attributes, attr, routed.value(attr))
+        reserved = attempt.first.get(Mark.PAGES_RESERVED)
+        released = attempt.first.get(Mark.DECODE_RELEASED)
+        if reserved is not None and released is not None:
+            held_s = max(released.t_ns - reserved.t_ns, 0) / 1e9
+            draft.attributes[a.KV_HELD_SECONDS.key] = held_s
+        for stamp in self.homeless.get(attempt.number, ()):
+            if stamp.mark is Mark.WAITING and len(draft.events) < MAX_WAIT_EVENTS:
+                draft.events.append(self._wait_event(stamp))
+            elif stamp.mark not in REQUEST_MARKS:
+                _put(draft, stamp, overwrite=False)
+        draft.conclude(end, guilty=True)
+        if attempt.active is not None and end.outcome != Outcome.COMPLETED:
+            draft.attributes[a.OUTCOME_STAGE.key] = attempt.active.name
+        earlier = [
+            other
+            for number, other in self.evidence.attempts.items()
+            if number < attempt.number and other.has_begun
+        ]
+        if earlier:
+            draft.links.append(
+                Link(
+                    trace_id=self.request.trace_id,
+                    span_id=earlier[-1].ids.span_id,
+                    attributes={"pd.link": "retry_of"},
+                )
+            )
+        return draft
+
+    def _root(self, gateway: Leg) -> _Draft:
+        evidence, end = self.evidence, self.evidence.end
+        received = evidence.first.get(Mark.RECEIVED) or next(
+            stamp for stamp in evidence.stamps if stamp.leg is gateway
+        )
+        attributes: dict[str, AttrValue] = {
+            a.SPAN.key: ROOT_SPAN,
+            **self._identity(evidence.last_attempt),
+            a.PROVIDER.key: "pdtrace",
+        }
+        for stamp in evidence.stamps:
+            if stamp.mark is Mark.ABORTED:
+                continue
+            for attr, value in zip(MARKS[stamp.mark].attrs, stamp.values, strict=False):
+                if attr.on_root and attr.key not in _OUTCOME_ATTRS:
+                    _set(attributes, attr, value)
+        draft = _Draft(
+            name=_root_name(attributes),
+            span_id=self.request.root_span_id,
+            parent_id=self.request.client_parent_span_id,
+            leg=gateway,
+            begin_ns=received.t_ns,
+            end_ns=max(end.t_ns, received.t_ns),
+            gap_ns=0,
+            kind=SpanKind.SERVER,
+            attributes=attributes,
+        )
+        draft.conclude(end, guilty=True)
+        active = evidence.last_attempt.active
+        if end.outcome != Outcome.COMPLETED and active is not None:
+            attributes[a.OUTCOME_STAGE.key] = active.name
+        sent = evidence.first.get(Mark.FIRST_TOKEN_SENT)
+        if sent is not None and evidence.first.get(Mark.RECEIVED) is not None:
+            attributes[a.TTFT_SECONDS.key] = max(sent.t_ns - received.t_ns, 0) / 1e9
+        if end.t_ns < received.t_ns:
+            attributes[a.VIOLATION.key] = f"ends {received.t_ns - end.t_ns} ns before it begins"
+        missing = "; ".join(self._missing())
+        if missing:
+            attributes[a.INCOMPLETE.key] = missing
+        return draft
+
+    def _missing(self) -> Iterable[str]:
+        for mark in (Mark.RECEIVED, Mark.COMPLETED):
+            if mark not in self.evidence.first:
+                yield f"no {mark.name.lower()} mark"
+        for leg in self.request.legs:
+            if leg.records_missed:
+                yield f"{leg.process.instance} lost {leg.records_missed} records"
+        if self.request.gave_up:
+            yield self.request.gave_up
+        if self.evidence.end.outcome == Outcome.COMPLETED:
+            roles = {stamp.role for stamp in self.evidence.stamps}
+            for stage in CHAINS[self.mode]:
+                drafted = any(name == stage.name for _, name in self.drafts)
+                if not drafted and stage.name not in OPTIONAL_STAGES and stage.roles & roles:
+                    yield f"no {stage.name}"
+
+    def _span(self, draft: _Draft) -> Span:
+        start_ns = _whole_us(self.anchor.to_wall_ns(draft.begin_ns))
+        end_ns = _whole_us(self.anchor.to_wall_ns(draft.end_ns)) - draft.gap_ns
+        draft.attributes[a.BEGIN_NS.key] = draft.begin_ns
+        draft.attributes[a.END_NS.key] = draft.end_ns
+        return Span(
+            trace_id=self.request.trace_id,
+            span_id=draft.span_id,
+            parent_id=draft.parent_id,
+            name=draft.name,
+            kind=draft.kind,
+            start_ns=start_ns,
+            end_ns=max(end_ns, start_ns),
+            resource=draft.leg.process.resource,
+            attributes=draft.attributes,
+            events=tuple(draft.events),
+            links=tuple(draft.links),
+            status=draft.status,
+            status_message=draft.status_message,
+            trace_state=self.request.trace_state,
+        )
+
+
+def _whole_us(ns: int) -> int:
+    return max(ns, 0) // 1_000 * 1_000
+
+
+def _paired(
+    begins: Sequence[Stamp], finishes: Sequence[Stamp]
+) -> Iterable[tuple[Stamp, Stamp | None]]:
+    """Each begin with its finish: by chunk index where one is recorded, else in order of time."""
+    waiting: dict[Value, list[Stamp]] = {}
+    for finish in finishes:
+        waiting.setdefault(_chunk_index(finish), []).append(finish)
+    for begin in begins:
+        index = _chunk_index(begin)
+        queue = waiting.get(index)
+        if queue and index is None:
+            # A finish without a begin (its record was lost) pairs with nothing later.
+            while queue and queue[0].t_ns < begin.t_ns:
+                queue.pop(0)
+        yield begin, queue.pop(0) if queue else None
+
+
+def _chunk_index(stamp: Stamp) -> Value:
+    position = _CHUNK_ATTRS[stamp.mark]
+    if position is None or position >= len(stamp.values):
+        return None
+    return stamp.values[position]
+
+
+def _set(attributes: dict[str, AttrValue], attr: a.Attr, value: Value) -> None:
+    if value is None:
+        return
+    # The convention's type is string[]; a request has one choice here.
+    attributes[attr.key] = (str(value),) if attr is a.FINISH_REASON else value
+
+
+def _put(draft: _Draft, stamp: Stamp, *, overwrite: bool = True) -> None:
+    """Copies a mark's attributes. gen_ai.* and http.* describe the request, so only the root's."""
+    for attr, value in zip(MARKS[stamp.mark].attrs, stamp.values, strict=False):
+        if attr.key.startswith(("gen_ai.", "http.")):
+            continue
+        if overwrite or attr.key not in draft.attributes:
+            _set(draft.attributes, attr, value)
+
+
+def _mark_attributes(stamp: Stamp, *, leave_out: a.Attr | None = None) -> dict[str, AttrValue]:
+    attributes: dict[str, AttrValue] = {}
+    for attr, value in zip(MARKS[stamp.mark].attrs, stamp.values, strict=False):
+        if attr is not leave_out:
+            _set(attributes, attr, value)
+    return attributes
+
+
+def _root_name(attributes: Mapping[str, AttrValue]) -> str:
+    """`{operation} {model}` as the GenAI conventions ask; never anything the caller can vary."""
+    operation = attributes.get(a.OPERATION.key)
+    model = attributes.get(a.REQUEST_MODEL.key)
+    if not operation:
+        return ROOT_SPAN
+    return f"{operation} {model}" if model else str(operation)

@@ -1,0 +1,71 @@
+"""One request's marks from every process that recorded some: what assembly turns into spans.
+
+Owns shapes only; knows neither ring files nor the form of spans. Times are CLOCK_MONOTONIC
+nanoseconds of the recording host; each `Process` carries the anchor that maps them to wall time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pdtrace.clock import ClockAnchor
+from pdtrace.ring.records import MarkRecord
+from pdtrace.spans import Resource
+from pdtrace.stages import Mode, Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """Who recorded. Processes with equal `clock_id` share CLOCK_MONOTONIC."""
+
+    role: Role
+    instance: str
+    clock_id: str
+    anchor: ClockAnchor
+    resource: Resource
+
+
+@dataclass(slots=True, kw_only=True)
+class Leg:
+    """What one process recorded of a request.
+
+    lost_at_ns      when the process was found dead with its ring open; None while it lives
+    records_missed  records of its ring that were overwritten or torn while the request was open
+    """
+
+    process: Process
+    marks: list[MarkRecord] = field(default_factory=list[MarkRecord])
+    lost_at_ns: int | None = None
+    records_missed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptIds:
+    """Ids that travel with one attempt. The span id is 16 hex digits."""
+
+    span_id: str
+    handoff_id: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class CollectedRequest:
+    """All that is known of one request when its spans are built.
+
+    mode       as its context says; the gateway's TOKENIZED mark has the last word
+    attempts   ids per attempt number, from 1
+    gave_up    why collection ended before the request did; None when it ended in order
+    blockers   trace id and root span id of requests that waits name, by request id
+    """
+
+    request_id: str
+    trace_id: str
+    root_span_id: str
+    client_parent_span_id: str | None = None
+    sampled: bool = True
+    trace_state: str = ""
+    mode: Mode | None = None
+    attempts: Mapping[int, AttemptIds] = field(default_factory=dict[int, AttemptIds])
+    legs: Sequence[Leg] = ()
+    gave_up: str | None = None
+    blockers: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])

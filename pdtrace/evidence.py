@@ -1,0 +1,359 @@
+"""What the marks of one request say: its mode, its attempts, and how each of them ended. Pure.
+
+Owns the common clock, which mark opens and closes a chain stage in which mode, and which stage was
+active when something went wrong. Knows nothing of spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from operator import attrgetter
+
+from pdtrace import semconv as a
+from pdtrace.collected import AttemptIds, CollectedRequest, Leg
+from pdtrace.ring.records import Value
+from pdtrace.stages import (
+    ATTEMPT_SPAN,
+    CHAINS,
+    MARKS,
+    ROOT_SPAN,
+    STAGES,
+    Mark,
+    Mode,
+    Outcome,
+    Role,
+    Stage,
+)
+
+REQUEST_MARKS = frozenset(
+    {Mark.RECEIVED, Mark.TOKENIZED, Mark.COMPLETED, Mark.WAITING, Mark.ABORTED}
+)
+"""Marks that do not show that an attempt has begun."""
+
+REPEATABLE_MARKS = frozenset({Mark.WAITING, Mark.ABORTED, Mark.TOKEN_GAP}) | {
+    mark for stage in STAGES if stage.repeats for mark in (*stage.begin, stage.end)
+}
+
+
+def _begin_marks() -> Mapping[tuple[Mode, str], tuple[Mark, ...]]:
+    """Marks that open each chain stage per mode.
+
+    Where a stage lists alternatives, the one that ends the chain's previous stage is meant: the
+    others belong to other modes and would swallow the stages between them.
+    """
+    table: dict[tuple[Mode, str], tuple[Mark, ...]] = {}
+    for mode, chain in CHAINS.items():
+        previous: Mark | None = None
+        for stage in chain:
+            preceding = tuple(mark for mark in stage.begin if mark is previous)
+            table[mode, stage.name] = preceding or stage.begin
+            previous = stage.end
+    return table
+
+
+_BEGIN = _begin_marks()
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """A mark on the request's common clock, with its source."""
+
+    mark: Mark
+    t_ns: int
+    values: tuple[Value, ...]
+    leg: Leg
+    attempt: int
+
+    @property
+    def role(self) -> Role:
+        return self.leg.process.role
+
+    def value(self, attr: a.Attr) -> Value:
+        for spec, value in zip(MARKS[self.mark].attrs, self.values, strict=False):
+            if spec is attr:
+                return value
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How and when an attempt, a stage or the request ended."""
+
+    t_ns: int
+    outcome: str
+    reason: str | None
+    by: str | None
+    leg: Leg
+
+    @property
+    def is_error(self) -> bool:
+        """A cancellation is an outcome of its own, not an error."""
+        return self.outcome not in (Outcome.COMPLETED, Outcome.CANCELLED)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """The marks of one attempt: the first of each kind, and all of the repeatable ones.
+
+    end      of the attempt itself: the last token, or what cut it short
+    failure  what went wrong in it or, for the last attempt, after it; None if nothing did
+    active   chain stage in which `failure` found it
+    """
+
+    number: int
+    ids: AttemptIds
+    end: End
+    failure: End | None = None
+    active: Stage | None = None
+    first: dict[Mark, Stamp] = field(default_factory=dict[Mark, Stamp])
+    repeated: dict[Mark, list[Stamp]] = field(default_factory=dict[Mark, list[Stamp]])
+    stamps: list[Stamp] = field(default_factory=list[Stamp])
+    duplicates: list[str] = field(default_factory=list[str])
+
+    def add(self, stamp: Stamp) -> None:
+        self.stamps.append(stamp)
+        if stamp.mark in REPEATABLE_MARKS:
+            self.repeated.setdefault(stamp.mark, []).append(stamp)
+        elif stamp.mark in self.first:
+            self.duplicates.append(stamp.mark.name.lower())
+        if stamp.mark not in self.first:
+            self.first[stamp.mark] = stamp
+
+    @property
+    def has_begun(self) -> bool:
+        return any(mark not in REQUEST_MARKS for mark in self.first)
+
+
+def derived_span_id(*parts: object) -> str:
+    """A span id that is the same whenever the same request is assembled: 16 hex digits.
+
+    It is as random as the root's id, which the gateway draws from the operating system's entropy.
+    """
+    digest = blake2b("/".join(str(part) for part in parts).encode(), digest_size=8).hexdigest()
+    return digest if int(digest, 16) else "0000000000000001"
+
+
+class Evidence:
+    """The marks of `request`, read. Needs at least one mark."""
+
+    def __init__(self, request: CollectedRequest) -> None:
+        self.request = request
+        legs = [leg for leg in request.legs if leg.marks]
+        self.gateway = next((leg for leg in legs if leg.process.role is Role.GATEWAY), None)
+        self.reference = (self.gateway or legs[0]).process
+        self.stamps = sorted(
+            (stamp for leg in legs for stamp in self._stamps(leg)), key=attrgetter("t_ns")
+        )
+        self.attempts = self._group()
+        self.first: dict[Mark, Stamp] = {}
+        for stamp in self.stamps:
+            self.first.setdefault(stamp.mark, stamp)
+        self.mode = self._mode()
+        tokenized = self.first.get(Mark.TOKENIZED)
+        self.streams = tokenized is None or tokenized.value(a.STREAM) is not False
+        self.lost = [leg for leg in legs if leg.lost_at_ns is not None]
+        self.last_attempt = self.attempts[max(self.attempts)]
+        self.end = self._request_end()
+        for attempt in self.attempts.values():
+            attempt.end = self._attempt_end(attempt)
+            end = attempt.end
+            if end.outcome == Outcome.COMPLETED and attempt is self.last_attempt:
+                end = self.end  # sending the answer may fail after decoding
+            # Without the gateway the rest of the request is another host's to tell.
+            known = self.gateway is not None or self.lost or Mark.ABORTED in attempt.repeated
+            if known and end.outcome != Outcome.COMPLETED:
+                attempt.failure = end
+                attempt.active = self._active_stage(attempt, end)
+
+    def offset_ns(self, leg: Leg) -> int:
+        """What to add to a leg's times; processes that share a clock need nothing."""
+        process, reference = leg.process, self.reference
+        if process.clock_id == reference.clock_id:
+            return 0
+        return reference.anchor.to_monotonic_ns(process.anchor.to_wall_ns(0))
+
+    def _stamps(self, leg: Leg) -> Iterable[Stamp]:
+        offset = self.offset_ns(leg)
+        for record in leg.marks:
+            attempt = max(record.attempt, 1)
+            yield Stamp(record.mark, record.t_ns + offset, record.values, leg, attempt)
+
+    def _group(self) -> dict[int, Attempt]:
+        attempts: dict[int, Attempt] = {}
+        for stamp in self.stamps:
+            number = stamp.attempt
+            if number not in attempts:
+                unknown = End(t_ns=stamp.t_ns, outcome="", reason=None, by=None, leg=stamp.leg)
+                attempts[number] = Attempt(number, self._ids(number), unknown)
+            attempts[number].add(stamp)
+        return dict(sorted(attempts.items()))
+
+    def _ids(self, number: int) -> AttemptIds:
+        known = self.request.attempts.get(number)
+        if known is not None:
+            return known
+        root = self.request.root_span_id
+        return AttemptIds(span_id=derived_span_id(root, ATTEMPT_SPAN, number))
+
+    def _mode(self) -> Mode:
+        tokenized = self.first.get(Mark.TOKENIZED)
+        try:
+            return Mode(str(tokenized.value(a.MODE) if tokenized else None))
+        except ValueError:
+            pass
+        if self.request.mode is not None:
+            return self.request.mode
+        if any(stamp.role is Role.WORKER for stamp in self.stamps):
+            return Mode.COLOCATED
+        return Mode.PD_EARLY if Mark.FIRST_TOKEN_FORWARDED in self.first else Mode.PD
+
+    def _request_end(self) -> End:
+        completed = self.first.get(Mark.COMPLETED)
+        if completed is not None:
+            return ending_of(completed)
+        gateway_lost = [leg for leg in self.lost if leg is self.gateway]
+        leg = self.gateway or self.stamps[-1].leg
+        last_ns = self.stamps[-1].t_ns
+        if gateway_lost:
+            return self.loss(gateway_lost[0], not_before_ns=last_ns)
+        aborted = self.last_attempt.repeated.get(Mark.ABORTED)
+        if aborted:
+            return ending_of(aborted[-1])
+        reason = self.request.gave_up or "no_end_recorded"
+        return End(t_ns=last_ns, outcome=Outcome.LOST.value, reason=reason, by=None, leg=leg)
+
+    def loss(self, leg: Leg, *, not_before_ns: int) -> End:
+        assert leg.lost_at_ns is not None
+        return End(
+            t_ns=max(leg.lost_at_ns + self.offset_ns(leg), not_before_ns),
+            outcome=Outcome.LOST.value,
+            reason="process_lost",
+            by=leg.process.instance,
+            leg=leg,
+        )
+
+    def _attempt_end(self, attempt: Attempt) -> End:
+        aborts = attempt.repeated.get(Mark.ABORTED, ())
+        by_gateway = [stamp for stamp in aborts if stamp.role is Role.GATEWAY]
+        finished = attempt.first.get(Mark.DECODE_FINISHED)
+        if by_gateway:
+            return ending_of(by_gateway[0])
+        if finished is not None:
+            return End(
+                t_ns=finished.t_ns,
+                outcome=Outcome.COMPLETED.value,
+                reason=None,
+                by=None,
+                leg=finished.leg,
+            )
+        if attempt is not self.last_attempt:
+            return ending_of(aborts[0]) if aborts else self._superseded(attempt)
+        if self.end.outcome == Outcome.COMPLETED or self.gateway is not None or not aborts:
+            return self.end
+        return ending_of(aborts[0])
+
+    def _superseded(self, attempt: Attempt) -> End:
+        following = next(other for n, other in self.attempts.items() if n > attempt.number)
+        lost = next((leg for leg in self.lost if leg is not self.gateway), None)
+        return End(
+            t_ns=max(following.stamps[0].t_ns, attempt.stamps[0].t_ns),
+            outcome=(Outcome.LOST if lost else Outcome.FAILED).value,
+            reason="process_lost" if lost else "superseded",
+            by=lost.process.instance if lost else None,
+            leg=self.gateway or attempt.stamps[-1].leg,
+        )
+
+    def chain(self, attempt: Attempt) -> Iterable[Stage]:
+        """Chain stages to look for in `attempt`; the request's own stand with its last attempt."""
+        here = self.gateway is not None and attempt is self.last_attempt
+        for stage in CHAINS[self.mode]:
+            if stage.parent != ROOT_SPAN or here:
+                yield stage
+
+    def begin(self, stage: Stage, attempt: Attempt) -> Stamp | None:
+        marks = self.first if self._is_ingress(stage) else attempt.first
+        return first_of(marks, _BEGIN[self.mode, stage.name])
+
+    def finish(self, stage: Stage, attempt: Attempt) -> Stamp | None:
+        """The mark that ended `stage` in order; an unsuccessful COMPLETED ends nothing in order."""
+        if stage.end is Mark.COMPLETED:
+            return self.first.get(stage.end) if self.end.outcome == Outcome.COMPLETED else None
+        return (self.first if self._is_ingress(stage) else attempt.first).get(stage.end)
+
+    def _is_ingress(self, stage: Stage) -> bool:
+        """Before any attempt: its marks are the request's first ones."""
+        return stage.parent == ROOT_SPAN and stage.end is not Mark.COMPLETED
+
+    def is_open(self, stage: Stage, attempt: Attempt) -> bool:
+        if stage.end is Mark.FIRST_TOKEN_SENT and not self.streams:
+            return False  # the whole answer is one write, so nothing is on its way yet
+        return self.begin(stage, attempt) is not None and self.finish(stage, attempt) is None
+
+    def _active_stage(self, attempt: Attempt, end: End) -> Stage | None:
+        """The chain stage in which `end` found the attempt.
+
+        The first sign of the end decides when. Among stages open then, one of a process that died
+        comes first, then one of the process that gave up, else the earliest in the chain.
+        """
+        aborts = attempt.repeated.get(Mark.ABORTED, [])
+        at_ns = min(stamp.t_ns for stamp in (*aborts[:1], end))
+        open_then: list[Stage] = []
+        last_begun: Stage | None = None
+        for stage in self.chain(attempt):
+            begin = self.begin(stage, attempt)
+            if begin is None or begin.t_ns > at_ns:
+                continue
+            last_begun = stage
+            finish = self.finish(stage, attempt)
+            if self.is_open(stage, attempt) or (finish is not None and finish.t_ns > at_ns):
+                open_then.append(stage)
+        dead = {leg.process.role for leg in self.lost}
+        gave_up = {stamp.role for stamp in aborts[:1] if stamp.role is not Role.GATEWAY}
+        for roles in (dead, gave_up):
+            for stage in open_then:
+                if stage.roles & roles:
+                    return stage
+        return open_then[0] if open_then else last_begun
+
+    def closing(self, stage: Stage, attempt: Attempt, begin: Stamp) -> End | None:
+        """How a stage that its end mark did not close came to its end, in a failed attempt.
+
+        None if it began after the attempt was over and its process says no more about it.
+        """
+        end = attempt.failure
+        assert end is not None
+        for leg in self.lost:
+            if leg.process.role in stage.roles:
+                loss = self.loss(leg, not_before_ns=begin.t_ns)
+                # The request goes on waiting in this stage until somebody notices.
+                return replace(loss, t_ns=end.t_ns) if end.t_ns > begin.t_ns else loss
+        aborts = attempt.repeated.get(Mark.ABORTED, ())
+        own = next((stamp for stamp in aborts if stamp.role in stage.roles), None)
+        if own is None or own.t_ns < begin.t_ns:
+            return end if end.t_ns >= begin.t_ns else None
+        ending = ending_of(own)
+        if stage is attempt.active and ending.outcome != end.outcome:
+            # Told to stop because of what this stage could not do: the cause counts.
+            return replace(end, t_ns=own.t_ns)
+        return ending
+
+
+def first_of(marks: Mapping[Mark, Stamp], wanted: Sequence[Mark]) -> Stamp | None:
+    return next((marks[mark] for mark in wanted if mark in marks), None)
+
+
+def ending_of(stamp: Stamp) -> End:
+    """Reads the outcome that a COMPLETED or ABORTED mark carries."""
+    outcome = stamp.value(a.OUTCOME)
+    reason = stamp.value(a.OUTCOME_REASON)
+    by = stamp.value(a.OUTCOME_BY)
+    unsaid = Outcome.COMPLETED if stamp.mark is Mark.COMPLETED else Outcome.FAILED
+    return End(
+        t_ns=stamp.t_ns,
+        outcome=str(outcome) if outcome else unsaid.value,
+        reason=str(reason) if reason else None,
+        by=str(by) if by else None,
+        leg=stamp.leg,
+    )
