@@ -6,7 +6,7 @@
     1024          identity       JSON of `RingIdentity`
     HEADER_BYTES  blocks         N x block_bytes
 
-    block         u64 sequence, u64 number of its first record, records
+    block         u64 sequence, u64 number of its first record, u64 their checksum, records
     record        u32 size | number << 16, u32 checksum, body; padded to 8 bytes
     body          u8 kind, u8 0, u16 presence, u32 attempt, u64 key, i64 t_ns, values
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
+from zlib import crc32
 
 import msgspec
 
@@ -40,7 +41,7 @@ IDENTITY_OFFSET = 1024
 HEADER_BYTES = 16 * 1024
 MAX_IDENTITY_BYTES = HEADER_BYTES - IDENTITY_OFFSET
 
-BLOCK_HEADER = struct.Struct("<QQ")  # sequence, number of the first record
+BLOCK_HEADER = struct.Struct("<QQQ")  # sequence, number of the first record, block_checksum()
 RECORD_HEADER = struct.Struct("<II")  # size | number << 16, checksum
 BODY_HEAD = struct.Struct("<BxHIQq")  # kind, presence, attempt, key, t_ns
 
@@ -55,6 +56,11 @@ MAX_ID_BYTES = 256  # request and handoff ids in an OPEN record
 SUFFIX = ".ring"
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
+
+
+def block_checksum(sequence: int, number: int) -> int:
+    """Checksum of a block header, so that neither damage nor half a header passes for one."""
+    return crc32(b"%d %d" % (sequence, number))
 
 
 class Counter(IntEnum):

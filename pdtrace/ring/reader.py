@@ -34,6 +34,7 @@ from pdtrace.ring.layout import (
     Counter,
     RingCapacity,
     RingIdentity,
+    block_checksum,
 )
 from pdtrace.ring.records import Record
 from pdtrace.stages import Gauge
@@ -148,11 +149,14 @@ class RingReader:
     def read(self, *, limit: int = _DEFAULT_LIMIT, final: bool = False) -> list[Record]:
         """Records written since the last call, oldest first; stops after the block passing `limit`.
 
-        final  the writer is gone: look behind a record that it left half written
+        final  the writer is gone: look behind what it left half written or damaged
         """
         records: list[Record] = []
-        while len(records) < limit and self._read_block(records, final):
-            pass
+        more = True
+        while more and len(records) < limit:
+            more = self._read_block(records, final) or (final and self._resync())
+        if final and not more:
+            self._count_tail()
         return records
 
     def close(self) -> None:
@@ -193,24 +197,27 @@ class RingReader:
 
     def _resync(self) -> bool:
         """Go to the oldest intact block; False when there is nothing ahead."""
-        while True:
-            headers = [self._block_header(slot) for slot in range(self._blocks)]
-            ahead = [
-                (sequence, number)
-                for slot, (sequence, number) in enumerate(headers)
-                if sequence > self._block + 1 and (sequence - 1) % self._blocks == slot
-            ]
-            if not ahead:
-                return False
-            sequence, number = min(ahead)
-            # The same pair twice was not read while the writer changed it.
-            if self._block_header(sequence - 1) == (sequence, number):
-                break
+        headers = [self._block_header(slot) for slot in range(self._blocks)]
+        ahead = [
+            (sequence, number)
+            for slot, (sequence, number) in enumerate(headers)
+            if sequence > self._block + 1 and (sequence - 1) % self._blocks == slot
+        ]
+        if not ahead:
+            return False
+        sequence, number = min(ahead)
         self.missed += max(0, number - self._number)
         self._block = sequence - 1
         self._offset = BLOCK_HEADER.size
         self._number = number
         return True
+
+    def _count_tail(self) -> None:
+        """Count what the header says was written after the last record found."""
+        lost = self.counters()[Counter.WRITTEN] - self._number
+        if 0 < lost <= self._blocks * self._block_bytes // _MIN_RECORD_BYTES:
+            self.torn += lost
+            self._number += lost
 
     def _parse(self, data: bytes, records: list[Record], complete: bool) -> None:
         pos = 0
@@ -279,7 +286,12 @@ class RingReader:
         return HEADER_BYTES + block % self._blocks * self._block_bytes
 
     def _block_header(self, block: int) -> tuple[int, int]:
-        return BLOCK_HEADER.unpack(self._exactly(self._start(block), BLOCK_HEADER.size))
+        """Sequence and first number of the block's slot; zeros while it is recycled or damaged."""
+        header = self._exactly(self._start(block), BLOCK_HEADER.size)
+        sequence, number, checksum = BLOCK_HEADER.unpack(header)
+        if checksum != block_checksum(sequence, number):
+            return 0, 0
+        return sequence, number
 
     def _exactly(self, offset: int, size: int) -> bytes:
         data = self._read_at(offset, size)

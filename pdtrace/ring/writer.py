@@ -31,6 +31,7 @@ from pdtrace.ring.layout import (
     Counter,
     RingCapacity,
     RingIdentity,
+    block_checksum,
 )
 
 Buffer = mmap.mmap | bytearray
@@ -204,6 +205,7 @@ class RingWriter:
         self._words[first] = 0  # readers of the old block give up from here on
         self._buffer[start + 8 : start + self._block_bytes] = self._zeros
         self._words[first + 1] = self._number
+        self._words[first + 2] = block_checksum(block + 1, self._number)
         self._words[first] = block + 1
         self._pos = start + BLOCK_HEADER.size
         self._end = start + self._block_bytes
