@@ -30,13 +30,15 @@ class Process:
 class Leg:
     """What one process recorded of a request.
 
-    lost_at_ns      when the process was found dead with its ring open; None while it lives
+    lost_at_ns      when the process was found gone with the request open in it; None otherwise
+    lost_reason     process_lost (it died) or process_exited (it closed its ring in order)
     records_missed  records of its ring that were overwritten or torn while the request was open
     """
 
     process: Process
     marks: list[MarkRecord] = field(default_factory=list[MarkRecord])
     lost_at_ns: int | None = None
+    lost_reason: str = "process_lost"
     records_missed: int = 0
 
 

@@ -229,7 +229,7 @@ class Evidence:
         return End(
             t_ns=max(leg.lost_at_ns + self.offset_ns(leg), not_before_ns),
             outcome=Outcome.LOST.value,
-            reason="process_lost",
+            reason=leg.lost_reason,
             by=leg.process.instance,
             leg=leg,
         )
@@ -260,7 +260,7 @@ class Evidence:
         return End(
             t_ns=max(following.stamps[0].t_ns, attempt.stamps[0].t_ns),
             outcome=(Outcome.LOST if lost else Outcome.FAILED).value,
-            reason="process_lost" if lost else "superseded",
+            reason=lost.lost_reason if lost else "superseded",
             by=lost.process.instance if lost else None,
             leg=self.gateway or attempt.stamps[-1].leg,
         )
