@@ -66,11 +66,6 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-@app.callback()
-def commands() -> None:
-    """Keep `up` a sub-command even while it is the only one."""
-
-
 @app.command()
 def up(
     run_dir: Annotated[
@@ -233,6 +228,20 @@ def up(
             latest=run_dir is None,
         )
     raise typer.Exit(exit_code)
+
+
+@app.command()
+def demo(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+) -> None:
+    """Serve a real model, hold up some requests on purpose, and name each one's guilty stage.
+
+    Exit code 0: every stall was blamed on its own stage, and no healthy request was blamed.
+    """
+    # The demo's client is a development dependency; `up` does without.
+    from server.demo.run import run_demo  # noqa: PLC0415
+
+    raise typer.Exit(run_demo(as_json=as_json))
 
 
 def describe(launcher: Launcher, console: Console) -> None:
