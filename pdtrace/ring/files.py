@@ -20,7 +20,7 @@ from pdtrace.errors import RingCreateError
 from pdtrace.ring.layout import DIRECTORY_MODE, FILE_MODE, SUFFIX, RingCapacity, RingIdentity
 from pdtrace.ring.writer import RingWriter
 
-_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+_UNSAFE = re.compile(r"^\.+|[^A-Za-z0-9._-]+")  # no hidden files, no folders
 _MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _MAX_NAME_CHARS = 100

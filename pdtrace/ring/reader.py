@@ -260,14 +260,17 @@ class RingReader:
         """Position of the next intact record after the bad one at `pos`, and how many were lost.
 
         In a block still being written, a record that cannot be read may be on its way: only one
-        with an intact successor right behind it counts as damaged.
+        with its intact successor right behind it counts as damaged.
         """
         low, _ = RECORD_HEADER.unpack_from(data, pos)
+        stop = len(data) - _MIN_RECORD_BYTES + 1
+        most_lost = 0xFFFF
         if complete:
-            candidates = range(pos + 8, len(data) - _MIN_RECORD_BYTES + 1, 8)
+            candidates = range(pos + 8, stop, 8)
         elif low:
             after = pos + ((low & 0xFFFF) + 7 & -8)
-            candidates = range(after, min(after + 1, len(data) - _MIN_RECORD_BYTES + 1))
+            candidates = range(after, min(after + 1, stop))
+            most_lost = 1
         else:
             return None
         for candidate in candidates:
@@ -276,7 +279,7 @@ class RingReader:
             lost = (low >> 16) - number & 0xFFFF
             if (
                 size >= _MIN_RECORD_BYTES
-                and 0 < lost <= (candidate - pos) // _MIN_RECORD_BYTES
+                and 0 < lost <= min(most_lost, (candidate - pos) // _MIN_RECORD_BYTES)
                 and crc32(data[candidate + 8 : candidate + size], low) == checksum
             ):
                 return candidate, lost
