@@ -39,7 +39,8 @@ class Tokenizer(Protocol):
 
     `encode` and `encode_chat` raise ValueError for text that is not valid Unicode (a lone
     surrogate); `encode_chat` also for malformed messages, and ChatTemplateError (a ValueError)
-    when the model has no template or its template refuses them.
+    when the model has no template or its template refuses them. Characters that the vocabulary
+    cannot express are dropped, so a prompt that is not empty may have no ids.
     """
 
     @property

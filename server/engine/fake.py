@@ -197,7 +197,7 @@ class FakeEngine:
 
     def close(self) -> None:
         """Unmap the pool and remove its file. Idempotent."""
-        self._words.release()
+        self._words.release()  # the view must go first: it keeps the mapping alive
         self._pool.close()
         self._pool.unlink()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from server.disk_cache import DiskCache
-from server.engine.attention import AttentionRow, make_attention
+from server.engine.attention import AttentionRow, PagedAttention, make_attention
 from server.engine.base import DecodeSlot, ModelInfo, PrefillChunk
 from server.engine.config import ModelConfig, load_config
 from server.engine.errors import UnsupportedDeviceError, UnsupportedModelError
@@ -47,8 +47,11 @@ class TorchEngine:
             num_pages=num_pages,
             layout=layout,
         )
-        self._kv = _kv_tensor(pool, model.device)
-        self._attention = make_attention(self._kv, layout, num_heads=model.config.num_heads)
+        kv = _kv_tensor(pool, model.device)
+        self._kv: torch.Tensor | None = kv
+        self._attention: PagedAttention | None = make_attention(
+            kv, layout, num_heads=model.config.num_heads
+        )
 
     @classmethod
     def load(
@@ -140,33 +143,36 @@ class TorchEngine:
     def offload(self, pages: Sequence[int]) -> bytes:
         """See `Engine.offload`."""
         self._limits.check_pages_exist(pages)
-        if self._model.device.type == "cpu":
+        if self._kv is None or self._kv.device.type == "cpu":
             return copy_pages_out(self._pool, pages)
-        copied = self._kv[torch.tensor(pages, device=self._model.device)].cpu()
+        copied = self._kv[torch.tensor(pages, device=self._kv.device)].cpu()
         return copied.view(torch.uint8).numpy().tobytes()
 
     def restore(self, saved: bytes, pages: Sequence[int]) -> None:
         """See `Engine.restore`."""
         self._limits.check_pages_exist(pages)
-        if self._model.device.type == "cpu":
+        if self._kv is None or self._kv.device.type == "cpu":
             copy_pages_in(self._pool, saved, pages)
             return
         if len(saved) != len(pages) * self._layout.page_bytes:
             raise ValueError(f"saved copy has {len(saved)} bytes, not {len(pages)} pages")
         copy = torch.frombuffer(bytearray(saved), dtype=self._kv.dtype)
-        copy = copy.view(self._layout.shape(len(pages))).to(self._model.device)
-        self._kv[torch.tensor(pages, device=self._model.device)] = copy
+        copy = copy.view(self._layout.shape(len(pages))).to(self._kv.device)
+        self._kv[torch.tensor(pages, device=self._kv.device)] = copy
 
     def close(self) -> None:
         """Unmap the pool and remove its file. Idempotent; no step may follow."""
         # The tensors must go first: they keep the mapping alive.
-        del self._kv, self._attention
+        self._kv = None
+        self._attention = None
         self._pool.close()
         self._pool.unlink()
 
     def _forward(
         self, token_ids: Sequence[int], rows: Sequence[AttentionRow], last: Sequence[int]
     ) -> torch.Tensor:
+        if self._attention is None:
+            raise RuntimeError("the engine is closed")
         device = self._model.device
         positions = [p for row in rows for p in range(row.start, row.start + row.count)]
         with torch.inference_mode():

@@ -49,9 +49,9 @@ class StepLimits:
 
     def check_pages_exist(self, pages: Sequence[int]) -> None:
         """Raises ValueError when one of `pages` is not in the pool."""
-        for page in pages:
-            if not 0 <= page < self.num_pages:
-                raise ValueError(f"page {page} is not in the pool of {self.num_pages} pages")
+        if pages and not (min(pages) >= 0 and max(pages) < self.num_pages):
+            bad = next(page for page in pages if not 0 <= page < self.num_pages)
+            raise ValueError(f"page {bad} is not in the pool of {self.num_pages} pages")
 
     def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
         if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
@@ -73,7 +73,7 @@ class StepLimits:
                 f"{what} has {len(pages)} pages of {page_size} tokens, "
                 f"positions up to {end} need {needed}"
             )
-        self.check_pages_exist(pages)
+        self.check_pages_exist(pages[:needed])
         # A page that two rows of one step write belongs to two sequences: a scheduler's bug
         # that would corrupt both silently.
         for page in set(pages[start // page_size : needed]):
