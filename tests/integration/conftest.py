@@ -1,0 +1,19 @@
+"""Servers that several tests share, one per kind, each started once and stopped at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.server import RunningServer, running_server
+
+FAST_FAKE = "fake:step_ms=2,token_us=20"
+
+
+@pytest.fixture(scope="session")
+def fake_pd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Prefill/decode server without a model; its tokens are a hash of its KV pages."""
+    run_dir = tmp_path_factory.mktemp("fake-pd") / "run"
+    with running_server(run_dir, "--allow-faults", model=FAST_FAKE) as server:
+        yield server

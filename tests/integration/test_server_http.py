@@ -1,0 +1,152 @@
+"""The public endpoint of a whole server: answers, streams, ids, refusals, health."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from server.engine.fake import expected_tokens
+from tests.support.completions import Ask, ask, ask_all
+from tests.support.server import RunningServer
+
+pytestmark = pytest.mark.server
+
+
+def fake_text(prompt: list[int], count: int) -> str:
+    return "".join(map(chr, expected_tokens(prompt, count)))
+
+
+def prompt_of(length: int, salt: int = 0) -> list[int]:
+    return [32 + (salt * 31 + i * 7) % 95 for i in range(length)]
+
+
+def test_output_is_what_intact_kv_pages_give(fake_pd_server: RunningServer) -> None:
+    # Lengths around page (16) and budget (256) edges, so that copies have odd ends.
+    prompts = [prompt_of(n, n) for n in (1, 15, 16, 17, 255, 256, 257, 600)]
+    answers = ask_all(fake_pd_server, [Ask(prompt=p, max_tokens=20) for p in prompts])
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.text == fake_text(prompt, 20), f"prompt of {len(prompt)}"
+        assert answer.finish_reason == "length"
+        assert answer.usage is not None
+        assert answer.usage["prompt_tokens"] == len(prompt)
+        assert answer.usage["completion_tokens"] == 20
+
+
+def test_shared_prefix_is_reused_and_changes_nothing(fake_pd_server: RunningServer) -> None:
+    shared = prompt_of(320, 99)
+    prompts = [[*shared, *prompt_of(5, salt)] for salt in range(4)]
+    first = ask(fake_pd_server, Ask(prompt=prompts[0], max_tokens=6))
+    rest = ask_all(fake_pd_server, [Ask(prompt=p, max_tokens=6) for p in prompts[1:]])
+    assert first.text == fake_text(prompts[0], 6)
+    for prompt, answer in zip(prompts[1:], rest, strict=True):
+        assert answer.text == fake_text(prompt, 6)
+        assert answer.usage is not None
+        assert answer.usage["prompt_tokens_details"]["cached_tokens"] >= 256
+
+
+def test_stream_gives_the_same_text_in_pieces_and_the_usage(fake_pd_server: RunningServer) -> None:
+    request = Ask(prompt=prompt_of(40, 3), max_tokens=12, stream=True)
+    answer = ask(fake_pd_server, request)
+    assert answer.text == fake_text(prompt_of(40, 3), 12)
+    assert len(answer.pieces) > 1
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.usage is not None
+    assert answer.usage["completion_tokens"] == 12
+
+
+def test_caller_gets_its_request_id_and_a_trace_id_back(fake_pd_server: RunningServer) -> None:
+    answer = ask(fake_pd_server, Ask(request_id="ticket-4711"))
+    assert answer.headers["x-request-id"] == "ticket-4711"
+    assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]", answer.headers["traceparent"])
+
+
+def test_models_lists_the_served_model(fake_pd_server: RunningServer) -> None:
+    with fake_pd_server.client() as client:
+        models = client.get("/v1/models").json()
+    assert [entry["id"] for entry in models["data"]] == [fake_pd_server.model]
+
+
+BAD_BODIES: list[tuple[str, bytes | dict[str, Any]]] = [
+    ("not json", b"{"),
+    ("binary", bytes(range(256))),
+    ("not an object", b"[1, 2]"),
+    ("no prompt", {"model": "MODEL"}),
+    ("empty prompt", {"model": "MODEL", "prompt": ""}),
+    ("empty ids", {"model": "MODEL", "prompt": []}),
+    ("unknown model", {"model": "gpt-17", "prompt": "hi"}),
+    ("prompt too long", {"model": "MODEL", "prompt": [65] * 9000}),
+    ("token out of range", {"model": "MODEL", "prompt": [10**9]}),
+    ("n=0", {"model": "MODEL", "prompt": "hi", "n": 0}),
+    ("negative temperature", {"model": "MODEL", "prompt": "hi", "temperature": -1}),
+    ("max_tokens=0", {"model": "MODEL", "prompt": "hi", "max_tokens": 0}),
+    ("wrong type", {"model": "MODEL", "prompt": "hi", "max_tokens": "many"}),
+    ("huge", b'{"model": "MODEL", "prompt": "' + b"x" * 10_000_000 + b'"}'),
+]
+
+
+@pytest.mark.parametrize(("name", "body"), BAD_BODIES, ids=[name for name, _ in BAD_BODIES])
+def test_bad_input_gets_a_4xx_in_openais_shape(
+    fake_pd_server: RunningServer, name: str, body: bytes | dict[str, Any]
+) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    content = content.replace(b"MODEL", fake_pd_server.model.encode())
+    with fake_pd_server.client() as client:
+        response = client.post(
+            "/v1/completions", content=content, headers={"Content-Type": "application/json"}
+        )
+    assert 400 <= response.status_code < 500, name
+    error = response.json()["error"]
+    assert error["message"]
+    assert {"message", "type", "param", "code"} <= set(error)
+
+
+def test_server_is_healthy_after_bad_input(fake_pd_server: RunningServer) -> None:
+    with fake_pd_server.client() as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/ready").status_code == 200
+    assert ask(fake_pd_server, Ask()).status == 200
+
+
+def test_unknown_fault_is_refused(fake_pd_server: RunningServer) -> None:
+    answer = ask(fake_pd_server, Ask(faults={"decode.lunch": 10}))
+    assert answer.status == 400
+
+
+def test_client_that_leaves_frees_what_its_request_held(fake_pd_server: RunningServer) -> None:
+    body = {
+        "model": fake_pd_server.model,
+        "prompt": prompt_of(100, 5),
+        "max_tokens": 4000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with fake_pd_server.client() as client:
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+        # The whole pool is free again: a request that needs most of it is served.
+        assert ask(fake_pd_server, Ask(prompt=prompt_of(7600, 8), max_tokens=4)).status == 200
+
+
+def test_metrics_are_valid_exposition(fake_pd_server: RunningServer) -> None:
+    with fake_pd_server.client() as client:
+        response = client.get("/metrics")
+    assert response.status_code == 200
+    assert "# TYPE" in response.text
+
+
+def test_openai_client_reads_a_chat_stream(fake_pd_server: RunningServer) -> None:
+    from openai import OpenAI
+
+    url = f"{fake_pd_server.url}/v1"
+    with OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        stream = client.chat.completions.create(
+            model=fake_pd_server.model,
+            messages=[{"role": "user", "content": "héllo 🌍"}],
+            max_tokens=6,
+            stream=True,
+        )
+        text = "".join(c.choices[0].delta.content or "" for c in stream if c.choices)
+    assert text

@@ -1,0 +1,104 @@
+"""Starting, stopping and dying of a whole server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.completions import Ask, ask
+from tests.support.server import ROOT, is_running, running_server
+
+pytestmark = pytest.mark.server
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def shared_memory_of_this_user() -> set[Path]:
+    return set(Path("/dev/shm").glob(f"pdtrace-kv-{os.getuid()}-*"))
+
+
+def test_sigterm_stops_everything_and_keeps_the_recording(tmp_path: Path) -> None:
+    before = shared_memory_of_this_user()
+    with running_server(tmp_path / "run") as server:
+        assert ask(server, Ask(request_id="last-one")).status == 200
+        assert server.stop() == 0
+        assert not [pid for pid in server.pids if is_running(pid)]
+        assert shared_memory_of_this_user() <= before
+        assert not (tmp_path / "run" / "sock").exists()
+        lines = "".join(p.read_text() for p in (tmp_path / "run" / "traces").glob("*.jsonl"))
+        assert "last-one" in lines
+
+
+def test_second_server_on_a_running_servers_directory_is_refused(tmp_path: Path) -> None:
+    with running_server(tmp_path / "run") as server:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "server", "up", "--model", "fake", "--port", "0"),
+                *("--run-dir", str(tmp_path / "run"), "--fresh"),
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1
+        assert f"in use by another server (pid {server.process.pid})" in done.stderr
+        assert ask(server, Ask()).status == 200
+
+
+@pytest.mark.parametrize("instance", ["decode-0", "gateway-0", "transfer-0"])
+def test_a_process_that_dies_stops_the_server_with_its_name(tmp_path: Path, instance: str) -> None:
+    with running_server(tmp_path / "run") as server:
+        os.kill(server.pid(instance), signal.SIGKILL)
+        assert server.process.wait(timeout=60) == 1
+        assert not [pid for pid in server.pids if is_running(pid)]
+    errors = (tmp_path / "run.stderr").read_text()
+    assert f"{instance} (pid {server.pid(instance)}) was killed by SIGKILL" in errors
+
+
+def test_no_process_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    with running_server(tmp_path / "run") as server:
+        server.process.kill()
+        server.process.wait(timeout=30)
+        assert wait_until(lambda: not any(is_running(pid) for pid in server.pids))
+
+
+def test_next_start_removes_the_pools_of_a_killed_launcher(tmp_path: Path) -> None:
+    before = shared_memory_of_this_user()
+    with running_server(tmp_path / "first") as server:
+        left = shared_memory_of_this_user() - before
+        assert left
+        server.process.kill()
+        server.process.wait(timeout=30)
+    with running_server(tmp_path / "second"):
+        assert not left & shared_memory_of_this_user()
+
+
+def test_stop_does_not_wait_for_a_stopped_process(tmp_path: Path) -> None:
+    with running_server(tmp_path / "run") as server:
+        os.kill(server.pid("decode-0"), signal.SIGSTOP)
+        assert server.stop() == 0
+        assert not [pid for pid in server.pids if is_running(pid)]
+
+
+def test_server_without_recording_serves_and_leaves_no_rings(tmp_path: Path) -> None:
+    with running_server(tmp_path / "run", "--no-record") as server:
+        assert ask(server, Ask()).status == 200
+        assert "agent" not in {p["instance"] for p in server.state["processes"]}
+    assert list((tmp_path / "run" / "rings").iterdir()) == []
