@@ -1,0 +1,374 @@
+"""The decode worker: reserves pages, waits for KV to land in them, and generates.
+
+Owns the decode legs and their pages; who gets pages and slots is decided by `server.decode.policy`,
+the running batch is `server.generating`.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+from pdtrace.stages import Gauge, Outcome, Role
+from server.admission import Candidate
+from server.config import ProcessConfig
+from server.decode.ballast import OWNER as BALLAST
+from server.decode.ballast import Ballast
+from server.decode.leg import DecodeLeg
+from server.decode.policy import DecodePlan, DecodeSnapshot, LandedSequence, plan_decode
+from server.engine.base import Engine
+from server.faults import FaultHolds
+from server.generating import GeneratingScheduler
+from server.quarantine import Quarantine
+from server.request import DecodeState, Ending
+from server.scheduler import IDLE_WAIT_S, Ports
+from server.serve import serve
+from server.wire.messages import (
+    Abort,
+    AnyMessage,
+    CancelCopies,
+    CopiesDrained,
+    CopyDone,
+    CopyFailed,
+    DecodeRequest,
+    Handoff,
+    PagesReserved,
+    PoolRef,
+    WorkerLoad,
+)
+
+_S = DecodeState
+
+
+class DecodeWorker(GeneratingScheduler[DecodeLeg]):
+    """One decode process. `step` is a turn of its loop."""
+
+    def __init__(self, config: ProcessConfig, engine: Engine, ports: Ports) -> None:
+        super().__init__(config, engine, ports)
+        self.quarantine = Quarantine()
+        self.ballast = Ballast(self.allocator)
+        self._pool = PoolRef(owner=config.instance, incarnation=config.incarnation)
+
+    def step(self, max_wait_s: float = IDLE_WAIT_S) -> None:
+        """Receive, plan, run, publish."""
+        self.receive(max_wait_s)
+        now_ns = self._clock()
+        self._notice(now_ns)
+        plan = plan_decode(self._snapshot(now_ns))
+        self.record_waits(plan.waits, now_ns)
+        self._apply(plan)
+        self._commit(now_ns)
+        self.run_batch(now_ns)
+        self.publish()
+
+    # -- receive ------------------------------------------------------------------------------
+
+    def handle(self, message: AnyMessage, arrived_ns: int) -> None:
+        """Take in one message."""
+        match message:
+            case DecodeRequest():
+                self._receive_request(message, arrived_ns)
+            case Handoff():
+                self._handed_over(message)
+            case CopyDone():
+                self._copied(message)
+            case CopyFailed():
+                self._copy_failed(message)
+            case CopiesDrained():
+                self._drained(message)
+            case Abort():
+                self.aborted(message)
+            case _:
+                self.ignore("unexpected", message)
+
+    def _receive_request(self, message: DecodeRequest, arrived_ns: int) -> None:
+        if self.is_repeated(message):
+            return
+        leg = DecodeLeg(
+            context=message.context,
+            trace=self._recorder.begin(message.context, at_ns=arrived_ns),
+            gateway=message.gateway,
+            observer=self._observer,
+            deadlines=self.settings.deadlines,
+            holds=FaultHolds(message.faults if self.settings.allow_faults else {}),
+            created_ns=arrived_ns,
+            state=_S.ARRIVED,
+            generation=self.new_generation(
+                prompt_len=message.prompt_len,
+                max_tokens=message.max_tokens,
+                sampling=message.sampling,
+                ignore_eos=message.ignore_eos,
+                stop=message.stop,
+            ),
+            max_tokens=message.max_tokens,
+            early=message.early,
+            prompt_digest=message.prompt_digest,
+            prefill=message.prefill,
+        )
+        if self.admit(leg) and not self.held(leg, "hop.dispatch", arrived_ns):
+            self._open(leg, arrived_ns)
+
+    def _open(self, leg: DecodeLeg, at_ns: int) -> None:
+        leg.advance(_S.RESERVING, at_ns)
+        refusal = self.refusal(leg)
+        if refusal is not None:
+            reason, what = refusal
+            self.end(leg, self._ending(Outcome.REJECTED, reason, what))
+
+    def _handed_over(self, message: Handoff) -> None:
+        leg = self.legs.get(message.handoff_id)
+        if leg is None:
+            self.ignore_unknown(message)
+            return
+        if leg.state is not _S.AWAITING_KV or leg.handoff is not None:
+            self.ignore("late" if leg.handoff is None else "duplicate", message)
+            return
+        leg.handoff = message
+        mismatch = self._handoff_mismatch(leg, message)
+        if mismatch is not None:
+            self.fail(leg, "handshake_mismatch", mismatch)
+
+    def _handoff_mismatch(self, leg: DecodeLeg, message: Handoff) -> str | None:
+        if message.prompt_len != leg.generation.prompt_len:
+            return (
+                f"prompt length: prefill has {message.prompt_len}, "
+                f"decode has {leg.generation.prompt_len}"
+            )
+        if message.prompt_digest != leg.prompt_digest:
+            return (
+                f"prompt digest: prefill has {message.prompt_digest[:16]}, "
+                f"decode has {leg.prompt_digest[:16]}"
+            )
+        if not 0 <= message.token_id < self.engine.info.vocab_size:
+            return (
+                f"boundary token {message.token_id}, "
+                f"the vocabulary has {self.engine.info.vocab_size}"
+            )
+        return None
+
+    def _copied(self, message: CopyDone) -> None:
+        leg = self.legs.get(message.handoff_id)
+        if leg is None:
+            self.ignore_unknown(message)
+        elif message.index in leg.copied:
+            self.ignore("duplicate", message)
+        elif leg.state is not _S.AWAITING_KV:
+            self.ignore("late", message)
+        else:
+            leg.copied[message.index] = message.num_bytes
+            if message.last:
+                leg.last_job = message.index
+
+    def _copy_failed(self, message: CopyFailed) -> None:
+        leg = self.legs.get(message.handoff_id)
+        if leg is None:
+            self.ignore_unknown(message)
+        elif leg.state is _S.DRAINING:
+            self._close(leg)
+        elif leg.state is _S.AWAITING_KV:
+            leg.copies_over = True
+            self.fail(leg, message.reason, message.message)
+        else:
+            self.ignore("unexpected", message)
+
+    def _drained(self, message: CopiesDrained) -> None:
+        leg = self.legs.get(message.handoff_id)
+        if leg is not None and leg.state is _S.DRAINING:
+            self._close(leg)
+        elif self.quarantine.release(message.handoff_id):
+            self._again = True
+        else:
+            self.ignore_unknown(message)
+
+    def _notice(self, now_ns: int) -> None:
+        """Move on the legs that no message moves: holds that are over, KV that is whole."""
+        for leg in self.legs:
+            if leg.state is _S.ARRIVED and not self.held(leg, "hop.dispatch", now_ns):
+                self._open(leg, now_ns)
+            elif leg.state is _S.AWAITING_KV:
+                self._land(leg, now_ns)
+        self.finish_held(now_ns)
+
+    def _land(self, leg: DecodeLeg, now_ns: int) -> None:
+        handoff = leg.handoff
+        if handoff is None or not leg.all_copied or self.held(leg, "hop.notice", now_ns):
+            return
+        layout = self.engine.layout
+        expected = layout.pages_for(handoff.prompt_len) * layout.page_bytes
+        copied = sum(leg.copied.values())
+        if copied != expected:
+            self.fail(
+                leg, "transfer_incomplete", f"{copied} bytes landed, the prompt has {expected}"
+            )
+            return
+        leg.cached_tokens = handoff.cached_tokens
+        leg.advance(_S.LANDED, now_ns)
+
+    # -- plan ---------------------------------------------------------------------------------
+
+    def _snapshot(self, now_ns: int) -> DecodeSnapshot:
+        reserving: list[Candidate] = []
+        landed: list[tuple[int, LandedSequence]] = []
+        committing = 0
+        fill = False
+        for leg in self.legs:
+            if leg.state is _S.RESERVING:
+                fill = leg.holds.held("decode.reserve", now_ns) or fill
+                reserving.append(
+                    Candidate(
+                        handoff_id=leg.handoff_id,
+                        request_id=leg.request_id,
+                        needed=self.pages_to_reserve(leg),
+                        passes=leg.passes,
+                    )
+                )
+            elif leg.state is _S.LANDED:
+                landed.append(
+                    (
+                        leg.entered_ns,
+                        LandedSequence(
+                            handoff_id=leg.handoff_id,
+                            request_id=leg.request_id,
+                            held=leg.holds.held("decode.queue", now_ns),
+                        ),
+                    )
+                )
+            elif leg.state is _S.COMMITTING:
+                committing += 1
+        if fill:
+            self.ballast.fill()
+        else:
+            self.ballast.give_back()
+        landed.sort(key=lambda entry: entry[0])
+        pages = self.page_budget(
+            self.allocator.num_free + self.ballast.num_pages, lambda leg: len(leg.own_pages)
+        )
+        if fill:  # a fault is in the way, no request
+            pages = replace(pages, holder=None)
+        return DecodeSnapshot(
+            reserving=tuple(reserving),
+            landed=tuple(sequence for _, sequence in landed),
+            running=self.running_sequences(now_ns),
+            preempted=self.preempted_sequences(),
+            pages=pages,
+            pages_new=self.allocator.num_free,
+            max_running=self.settings.max_running,
+            committing=committing,
+        )
+
+    def _apply(self, plan: DecodePlan) -> None:
+        self.apply_pages(plan.pages)
+        num_running = len(plan.pages.running)
+        for handoff_id in plan.admit:
+            leg = self.legs[handoff_id]
+            num_running += 1
+            self.admit_to_batch(leg, num_running)
+            leg.advance(_S.COMMITTING, self._clock())
+        for handoff_id, passes in plan.passes.items():
+            self.legs[handoff_id].passes = passes
+        for handoff_id in plan.reserve:
+            self._reserve(self.legs[handoff_id])
+
+    def _reserve(self, leg: DecodeLeg) -> None:
+        pages = self.allocator.try_allocate(self.pages_to_reserve(leg), leg.handoff_id)
+        if pages is None:
+            return
+        leg.own_pages = pages
+        leg.marked_pages = len(pages)
+        leg.advance(_S.AWAITING_KV, self._clock())
+        leg.published = self.send(
+            leg.prefill,
+            PagesReserved(
+                handoff_id=leg.handoff_id,
+                decode=self.peer,
+                fingerprint=self.engine.info.fingerprint,
+                layout=self.engine.layout,
+                pool=self._pool,
+                pages=tuple(pages[: self.engine.layout.pages_for(leg.generation.prompt_len)]),
+                transfer_address=self.config.transfer_address,
+            ),
+        )
+        if not leg.published:
+            self.fail(leg, "peer_unreachable", f"{leg.prefill.instance} cannot be reached")
+
+    def take_pages(self, num_pages: int, owner: str) -> list[int] | None:
+        """Pages for a sequence that runs or comes back, if need be out of the ballast."""
+        self.ballast.give_back(max(0, num_pages - self.allocator.num_free))
+        return self.allocator.try_allocate(num_pages, owner)
+
+    # -- run ----------------------------------------------------------------------------------
+
+    def _commit(self, now_ns: int) -> None:
+        """Commit the boundary tokens of the sequences that were admitted."""
+        for leg in self.legs:
+            if leg.state is _S.COMMITTING and not self.held(leg, "decode.first", now_ns):
+                assert leg.handoff is not None
+                self.commit_first(leg, leg.handoff.token_id, self._clock())
+
+    # -- end ----------------------------------------------------------------------------------
+
+    def end(self, leg: DecodeLeg, ending: Ending, *, tell_peer: bool = True) -> None:
+        """Free the pages, or wait until the transfer has let go of them."""
+        if leg.ending is not None:
+            return
+        leg.ending = ending
+        if tell_peer:
+            self.abort_peer(leg.prefill, leg, ending)
+        if leg.state is not _S.AWAITING_KV or not leg.may_be_written:
+            self._close(leg)
+            return
+        assert self._transfer is not None
+        leg.advance(_S.DRAINING, self._clock())
+        self.send(self._transfer, CancelCopies(handoff_id=leg.handoff_id, reply_to=self.peer))
+
+    def drain_expired(self, leg: DecodeLeg) -> None:
+        """Keep the pages out of use: the transfer may still write them."""
+        self.quarantine.keep(leg.handoff_id, len(leg.own_pages), lambda: self.free_pages(leg))
+        self.close(leg, self._clock())
+
+    def free_pages(self, leg: DecodeLeg) -> None:
+        """Give back all pages of `leg`."""
+        self.allocator.release(leg.own_pages, leg.handoff_id)
+        leg.own_pages = []
+
+    def _close(self, leg: DecodeLeg) -> None:
+        self.free_pages(leg)
+        self.close(leg, self._clock())
+
+    # -- publish ------------------------------------------------------------------------------
+
+    def report(self) -> WorkerLoad:
+        """Set the gauges and return what routing looks at."""
+        counts = self.count_states(_S)
+        reserved = sum(
+            len(leg.own_pages) for leg in self.legs if leg.state in (_S.AWAITING_KV, _S.LANDED)
+        )
+        held = sum(len(leg.own_pages) for leg in self.legs) + self.ballast.num_pages
+        running = counts[_S.RUNNING] + counts[_S.COMMITTING]
+        recorder = self._recorder
+        recorder.gauge(Gauge.RUNNING, running)
+        recorder.gauge(Gauge.WAITING, counts[_S.LANDED] + counts[_S.PREEMPTED])
+        recorder.gauge(Gauge.RESERVING, counts[_S.RESERVING])
+        recorder.gauge(Gauge.TRANSFERRING, counts[_S.AWAITING_KV])
+        recorder.gauge(Gauge.KV_PAGES_RESERVED, reserved)
+        recorder.gauge(Gauge.KV_PAGES_USED, held - reserved)
+        recorder.gauge(Gauge.HELD_PAGES, self.quarantine.num_pages)
+        return WorkerLoad(
+            pages_total=self.allocator.num_pages,
+            pages_free=self.allocator.num_free,
+            running=running,
+            waiting=len(self.legs) - running,
+            queued_tokens=0,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every page is free or held by a leg in flight."""
+        self.allocator.check_integrity()
+        self.check_owners({BALLAST, *self.quarantine.owners})
+
+
+def run(
+    config: ProcessConfig, *, engine: Engine | None = None, stop: threading.Event | None = None
+) -> None:
+    """Serve as `config` says until SIGTERM or `stop`. Raises StartError or ModelError."""
+    serve(config, role=Role.DECODE, make_worker=DecodeWorker, engine=engine, stop=stop)

@@ -1,0 +1,351 @@
+"""Sequences that generate: the part that decode and colocated workers share.
+
+Owns the running batch (grow, preempt, resume, step), the commit of tokens and the end of a
+sequence; knows nothing of where the KV of the prompt came from.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
+
+from pdtrace.stages import WaitReason
+from server.config import ProcessConfig
+from server.detokenize import TokenBytes
+from server.engine.base import DecodeSlot, Engine, SamplingParams
+from server.engine.validation import check_sampling
+from server.generation import LENGTH, Generation, StopRules
+from server.preemption import PagePlan, PreemptedSequence, RunningSequence
+from server.request import Leg, StateT
+from server.scheduler import Ports, Scheduler
+from server.wire.messages import TokenItem
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GeneratingLeg(Leg[StateT]):
+    """A leg whose sequence grows token by token.
+
+    own_pages     pages held under the handoff id; after those of a cached prefix in `table`
+    saved         KV in host memory while preempted
+    admitted      order of admission: the latest loses its pages first
+    finish_held   its last token is out, but a fault hook keeps it from finishing
+    finish_said   the gateway has the finish reason: prefill sent it with the boundary token
+    marked_pages  number of pages that the next mark speaks of
+    """
+
+    committing: ClassVar[Any]
+    running: ClassVar[Any]
+    preempted: ClassVar[Any]
+    finished: ClassVar[Any]
+
+    generation: Generation
+    max_tokens: int
+    early: bool = False
+    own_pages: list[int] = field(default_factory=list[int])
+    cached_tokens: int = 0
+    saved: bytes | None = None
+    admitted: int = 0
+    preemptions: int = 0
+    finish_held: bool = False
+    finish_said: bool = False
+    batch_size: int = 0
+    marked_pages: int = 0
+    passes: int = 0
+
+    @property
+    def table(self) -> list[int]:
+        """Page table of the sequence."""
+        return self.own_pages
+
+
+GenLegT = TypeVar("GenLegT", bound=GeneratingLeg[Any])
+
+
+class GeneratingScheduler(Scheduler[GenLegT]):
+    """Base of the workers that run a batch."""
+
+    def __init__(self, config: ProcessConfig, engine: Engine, ports: Ports) -> None:
+        super().__init__(config, engine, ports)
+        self._num_admitted = 0
+        self._gap_threshold_s = config.settings.gap_threshold_s
+        self.interfering: str | None = None
+        """Request whose prompt ran since the last step of the batch: who made its tokens late."""
+
+    @abstractmethod
+    def take_pages(self, num_pages: int, owner: str) -> list[int] | None:
+        """Pages for a sequence that runs or comes back; None when there are too few."""
+
+    @abstractmethod
+    def free_pages(self, leg: GenLegT) -> None:
+        """Give back all pages of `leg`."""
+
+    @cached_property
+    def _tokenizer(self) -> TokenBytes:
+        # Loading one takes a while, and only stop strings need it.
+        from server.tokenizer import load_tokenizer  # noqa: PLC0415
+
+        return load_tokenizer(self.settings.model)
+
+    def new_generation(
+        self,
+        *,
+        prompt_len: int,
+        max_tokens: int,
+        sampling: SamplingParams,
+        ignore_eos: bool,
+        stop: Sequence[str],
+    ) -> Generation:
+        return Generation(
+            prompt_len=prompt_len,
+            sampling=sampling,
+            rules=StopRules(
+                max_tokens=max_tokens,
+                eos_token_ids=self.engine.info.eos_token_ids,
+                ignore_eos=ignore_eos,
+                stop=stop,
+                tokenizer=lambda: self._tokenizer,
+            ),
+        )
+
+    def refusal(self, leg: GenLegT) -> tuple[str, str] | None:
+        """Why `leg` can never be served here, as reason and sentence; None when it can."""
+        prompt_len, max_tokens = leg.generation.prompt_len, leg.max_tokens
+        if prompt_len < 1 or max_tokens < 1:
+            return "invalid_request", f"{prompt_len} prompt tokens, max_tokens {max_tokens}"
+        try:
+            check_sampling(leg.generation.sampling)
+        except ValueError as error:
+            return "invalid_request", str(error)
+        length = prompt_len + max_tokens - 1  # the last token's KV is never written
+        if length > self.engine.info.context_length:
+            return (
+                "context_length",
+                f"{length} positions, the context has {self.engine.info.context_length}",
+            )
+        needed = self.engine.layout.pages_for(length)
+        if needed > self.allocator.num_pages:
+            return (
+                "kv_capacity",
+                f"needs {needed} KV pages, {self.config.instance} has {self.allocator.num_pages}",
+            )
+        return None
+
+    def pages_to_reserve(self, leg: GenLegT) -> int:
+        """Pages for the prompt and the first `reserve_output_tokens` of the output."""
+        output = min(leg.max_tokens, self.settings.reserve_output_tokens)
+        return self.engine.layout.pages_for(leg.generation.prompt_len + output - 1)
+
+    # -- plan ---------------------------------------------------------------------------------
+
+    def running_sequences(self, now_ns: int) -> tuple[RunningSequence, ...]:
+        """The batch in order of admission."""
+        legs = [leg for leg in self.legs if leg.state is leg.running]
+        legs.sort(key=lambda leg: leg.admitted)
+        return tuple(
+            RunningSequence(
+                handoff_id=leg.handoff_id,
+                request_id=leg.request_id,
+                pages=len(leg.own_pages),
+                grow=max(0, self._pages_for_next(leg) - len(leg.table)),
+                held=self._sits_out(leg, now_ns),
+            )
+            for leg in legs
+        )
+
+    def preempted_sequences(self) -> tuple[PreemptedSequence, ...]:
+        """Those in host memory, in order of admission."""
+        legs = [leg for leg in self.legs if leg.state is leg.preempted]
+        legs.sort(key=lambda leg: leg.admitted)
+        return tuple(
+            PreemptedSequence(
+                handoff_id=leg.handoff_id,
+                request_id=leg.request_id,
+                pages=self._pages_for_next(leg),
+            )
+            for leg in legs
+        )
+
+    def _pages_for_next(self, leg: GenLegT) -> int:
+        return self.engine.layout.pages_for(leg.generation.kv_len + 1)
+
+    def _sits_out(self, leg: GenLegT, now_ns: int) -> bool:
+        if leg.finish_held:
+            return True
+        if leg.generation.num_tokens < 2 or not self.held(leg, "decode.gap", now_ns):
+            return False
+        leg.generation.gap_cause = WaitReason.INJECTED
+        return True
+
+    def apply_pages(self, plan: PagePlan) -> None:
+        """Preempt, grow and resume as planned."""
+        for preemption in plan.preempt:
+            leg = self.legs[preemption.handoff_id]
+            blocker = preemption.blocker if preemption.blocker != leg.request_id else None
+            self._preempt(leg, blocker)
+        for handoff_id in plan.grow:
+            leg = self.legs[handoff_id]
+            pages = self.take_pages(1, handoff_id)
+            if pages is not None:
+                leg.own_pages.extend(pages)
+        for handoff_id in plan.resume:
+            self._resume(self.legs[handoff_id])
+
+    def _preempt(self, leg: GenLegT, blocker: str | None) -> None:
+        kept = leg.table[: self.engine.layout.pages_for(leg.generation.kv_len)]
+        try:
+            leg.saved = self.engine.offload(kept)
+        except Exception as error:  # this request fails, the loop goes on
+            self.fail_step([leg], error)
+            return
+        leg.marked_pages = len(leg.table)
+        leg.preemptions += 1
+        leg.generation.gap_cause = WaitReason.PREEMPTED
+        self.free_pages(leg)
+        now_ns = self._clock()
+        leg.advance(leg.preempted, now_ns)
+        self._observer.cause(leg, leg.stage, WaitReason.KV_PAGES, now_ns, blocker=blocker)
+
+    def _resume(self, leg: GenLegT) -> None:
+        assert leg.saved is not None
+        pages = self.take_pages(self._pages_for_next(leg), leg.handoff_id)
+        if pages is None:
+            return
+        leg.own_pages = pages
+        kept = pages[: self.engine.layout.pages_for(leg.generation.kv_len)]
+        try:
+            self.engine.restore(leg.saved, kept)
+        except Exception as error:  # this request fails, the loop goes on
+            self.fail_step([leg], error)
+            return
+        leg.saved = None
+        leg.marked_pages = len(pages)
+        leg.advance(leg.running, self._clock())
+
+    # -- run ----------------------------------------------------------------------------------
+
+    def admit_to_batch(self, leg: GenLegT, batch_size: int) -> None:
+        """Give `leg` its place in the order of admission."""
+        self._num_admitted += 1
+        leg.admitted = self._num_admitted
+        leg.batch_size = batch_size
+
+    def commit_first(self, leg: GenLegT, token_id: int, now_ns: int) -> None:
+        """Commit the boundary token; the gateway has it already when prefill forwarded it."""
+        leg.generation.commit(token_id, now_ns)
+        leg.advance(leg.running, now_ns)
+        self._again = True
+        reason = leg.generation.finish_reason
+        if not leg.early:
+            self._put_out(leg, token_id, now_ns)
+        elif reason is not None:
+            eos = token_id in self.engine.info.eos_token_ids
+            leg.finish_said = reason == LENGTH or eos  # prefill knows these, not stop strings
+            self._finish(leg, now_ns)
+
+    def run_batch(self, now_ns: int) -> None:
+        """One token for each sequence of the batch that has room for it."""
+        batch = [
+            leg
+            for leg in self.legs
+            if leg.state is leg.running
+            and not self._sits_out(leg, now_ns)
+            and self._pages_for_next(leg) <= len(leg.table)
+        ]
+        if not batch:
+            return
+        self._again = True
+        self._steps += 1
+        slots = [
+            DecodeSlot(
+                token_id=leg.generation.last_token_id,
+                position=leg.generation.kv_len,
+                pages=leg.table,
+                sampling=leg.generation.sampling,
+            )
+            for leg in batch
+        ]
+        try:
+            token_ids = self.engine.decode(slots)
+        except Exception as error:  # the batch's requests fail, the loop goes on
+            self.fail_step(batch, error)
+            return
+        ended_ns = self._clock()
+        for leg, token_id in zip(batch, token_ids, strict=True):
+            gap_s = leg.generation.commit(token_id, ended_ns)
+            if gap_s is not None and gap_s > self._gap_threshold_s:
+                self._mark_gap(leg, gap_s, ended_ns)
+            leg.generation.gap_cause = None
+            self._put_out(leg, token_id, ended_ns)
+        self.interfering = None
+
+    def _mark_gap(self, leg: GenLegT, gap_s: float, at_ns: int) -> None:
+        cause = leg.generation.gap_cause or WaitReason.WORKER_BUSY
+        if cause is WaitReason.WORKER_BUSY:
+            self._observer.cause(leg, "decode.gap", cause, at_ns, blocker=self.interfering)
+        self._observer.gap(leg, leg.generation.num_tokens - 1, gap_s, cause, at_ns)
+
+    def _put_out(self, leg: GenLegT, token_id: int, at_ns: int) -> None:
+        generation = leg.generation
+        index = generation.num_tokens - 1
+        finished = generation.finish_reason is not None
+        held = finished and self.held(leg, "decode.generate", at_ns)
+        if finished and not held:
+            # The mark comes before the message, so that the gateway cannot be done before it.
+            leg.advance(leg.finished, at_ns)
+        self.emit(
+            leg,
+            TokenItem(
+                handoff_id=leg.handoff_id,
+                index=index,
+                token_ids=(token_id,),
+                finish_reason=None if held else generation.finish_reason,
+                cached_tokens=leg.cached_tokens if index == 0 else None,
+            ),
+        )
+        if held:
+            leg.finish_held = True
+        elif finished:
+            self._let_go(leg)
+
+    def finish_held(self, now_ns: int) -> None:
+        """Finish the sequences whose hold is over."""
+        for leg in self.legs:
+            if leg.state is not leg.running or not leg.finish_held:
+                continue
+            if not self.held(leg, "decode.generate", now_ns):
+                self._finish(leg, now_ns)
+
+    def _finish(self, leg: GenLegT, now_ns: int) -> None:
+        if not leg.finish_held and self.held(leg, "decode.generate", now_ns):
+            leg.finish_held = True
+            return
+        leg.advance(leg.finished, now_ns)
+        if not leg.finish_said:
+            self.emit(
+                leg,
+                TokenItem(
+                    handoff_id=leg.handoff_id,
+                    index=leg.generation.num_tokens,
+                    token_ids=(),
+                    finish_reason=leg.generation.finish_reason,
+                ),
+            )
+        self._let_go(leg)
+
+    def _let_go(self, leg: GenLegT) -> None:
+        leg.ending = self.completed()
+        leg.marked_pages = len(leg.table)
+        self.free_pages(leg)
+        self.close(leg, self._clock())
+
+    # -- publish ------------------------------------------------------------------------------
+
+    def count_states(self, states: Iterable[Any]) -> dict[Any, int]:
+        """Legs per state, every state of `states` included."""
+        counts = dict.fromkeys(states, 0)
+        for leg in self.legs:
+            counts[leg.state] = counts.get(leg.state, 0) + 1
+        return counts

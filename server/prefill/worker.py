@@ -1,0 +1,482 @@
+"""The prefill worker: computes prompts chunk by chunk and hands them to decode.
+
+Owns the prefill legs, the prefix cache and the copy jobs; what a step computes is decided by
+`server.prefill.policy`, what fits together by `server.prefill.handshake`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from pdtrace.stages import Gauge, Outcome, Role, WaitReason
+from server.config import ProcessConfig
+from server.engine.base import Engine, PrefillChunk
+from server.engine.validation import check_sampling
+from server.faults import FaultHolds
+from server.kv.radix import LOCK_OWNER, Match, RadixCache
+from server.kv.radix import OWNER as CACHE
+from server.prefill.handshake import find_mismatch
+from server.prefill.leg import PrefillLeg
+from server.prefill.policy import (
+    Chunk,
+    PrefillPlan,
+    PrefillSnapshot,
+    QueuedPrompt,
+    RunningPrompt,
+    plan_prefill,
+)
+from server.quarantine import Quarantine
+from server.request import NS_PER_S, Ending, PrefillState
+from server.scheduler import IDLE_WAIT_S, Ports, Scheduler
+from server.serve import serve
+from server.wire.messages import (
+    Abort,
+    AnyMessage,
+    CancelCopies,
+    CopiesDrained,
+    CopyDone,
+    CopyFailed,
+    CopyJob,
+    Handoff,
+    PagesReserved,
+    PoolRef,
+    PrefillRequest,
+    TokenItem,
+    WorkerLoad,
+)
+
+MAX_EARLY_RESERVATIONS = 1024
+_LOOKAHEAD = 8  # queued prompts whose cached prefix is looked up for a plan
+_S = PrefillState
+
+
+class PrefillWorker(Scheduler[PrefillLeg]):
+    """One prefill process. `step` is a turn of its loop."""
+
+    def __init__(self, config: ProcessConfig, engine: Engine, ports: Ports) -> None:
+        super().__init__(config, engine, ports)
+        self.cache = RadixCache(self.allocator, engine.layout.page_size)
+        self.quarantine = Quarantine()
+        self._pool = PoolRef(owner=config.instance, incarnation=config.incarnation)
+        # Reservations that came before their request, oldest first.
+        self._early: OrderedDict[str, tuple[PagesReserved, int]] = OrderedDict()
+
+    def step(self, max_wait_s: float = IDLE_WAIT_S) -> None:
+        """Receive, plan, run, publish."""
+        self.receive(max_wait_s)
+        now_ns = self._clock()
+        self._shake_hands(now_ns)
+        self._finish_computed(now_ns)
+        plan = plan_prefill(self._snapshot(now_ns))
+        self.record_waits(plan.waits, now_ns)
+        self._start(plan)
+        self._run(plan.chunks)
+        self.publish()
+
+    # -- receive ------------------------------------------------------------------------------
+
+    def handle(self, message: AnyMessage, arrived_ns: int) -> None:
+        """Take in one message."""
+        match message:
+            case PrefillRequest():
+                self._receive_request(message, arrived_ns)
+            case PagesReserved():
+                self._receive_pages(message, arrived_ns)
+            case CopyDone():
+                self._copied(message)
+            case CopyFailed():
+                self._copy_failed(message)
+            case CopiesDrained():
+                self._drained(message)
+            case Abort():
+                self._early.pop(message.handoff_id, None)
+                self.aborted(message)
+            case _:
+                self.ignore("unexpected", message)
+
+    def _receive_request(self, message: PrefillRequest, arrived_ns: int) -> None:
+        if self.is_repeated(message):
+            return
+        leg = PrefillLeg(
+            context=message.context,
+            trace=self._recorder.begin(message.context, at_ns=arrived_ns),
+            gateway=message.gateway,
+            observer=self._observer,
+            deadlines=self.settings.deadlines,
+            holds=FaultHolds(message.faults if self.settings.allow_faults else {}),
+            created_ns=arrived_ns,
+            state=_S.ARRIVED,
+            prompt_ids=message.prompt_ids,
+            prompt_digest=message.prompt_digest,
+            max_tokens=message.max_tokens,
+            sampling=message.sampling,
+            early=message.early,
+            ignore_eos=message.ignore_eos,
+            decode=message.decode,
+            faults=message.faults if self.settings.allow_faults else {},
+        )
+        early = self._early.pop(leg.handoff_id, None)
+        if not self.admit(leg):
+            return
+        leg.advance(_S.BOOTSTRAP, arrived_ns)
+        refusal = self._refusal(leg)
+        if refusal is not None:
+            reason, what = refusal
+            self.end(leg, self._ending(Outcome.REJECTED, reason, what))
+        elif early is None:
+            self._observer.cause(
+                leg, leg.stage, WaitReason.PEER_NOT_READY, arrived_ns, blocker=None
+            )
+        else:
+            self._reserved(leg, early[0])
+
+    def _refusal(self, leg: PrefillLeg) -> tuple[str, str] | None:
+        """Why `leg` can never be computed here, as reason and sentence; None when it can."""
+        try:
+            check_sampling(leg.sampling)
+        except ValueError as error:
+            return "invalid_request", str(error)
+        return self.prompt_refusal(leg.prompt_ids)
+
+    def _receive_pages(self, message: PagesReserved, arrived_ns: int) -> None:
+        leg = self.legs.get(message.handoff_id)
+        if leg is not None:
+            self._reserved(leg, message)
+        elif self.legs.past(message.handoff_id) is not None:
+            self.ignore("late", message)
+        else:
+            self._early[message.handoff_id] = (message, arrived_ns)
+            self._forget_early(arrived_ns)
+
+    def _forget_early(self, now_ns: int) -> None:
+        """Drop reservations whose request will not come any more."""
+        limit_ns = now_ns - round(self.settings.deadlines.handshake_s * NS_PER_S)
+        while self._early:
+            message, arrived_ns = next(iter(self._early.values()))
+            if len(self._early) <= MAX_EARLY_RESERVATIONS and arrived_ns > limit_ns:
+                return
+            self._early.popitem(last=False)
+            self.ignore("unknown", message)
+
+    def _reserved(self, leg: PrefillLeg, message: PagesReserved) -> None:
+        if message.decode.incarnation != leg.decode.incarnation:
+            self.ignore("stale", message)
+        elif leg.reservation is not None or leg.state is not _S.BOOTSTRAP:
+            self.ignore("duplicate", message)
+        else:
+            leg.reservation = message
+
+    def _shake_hands(self, now_ns: int) -> None:
+        for leg in self.legs:
+            if leg.state is not _S.BOOTSTRAP or leg.reservation is None:
+                continue
+            if self.held(leg, "hop.publish", now_ns):
+                continue
+            mismatch = find_mismatch(
+                leg.reservation,
+                info=self.engine.info,
+                layout=self.engine.layout,
+                num_pages=self.engine.layout.pages_for(leg.prompt_len),
+            )
+            if mismatch is None:
+                leg.advance(_S.QUEUED, now_ns)
+            else:
+                self.fail(leg, "handshake_mismatch", mismatch)
+
+    def _copied(self, message: CopyDone) -> None:
+        leg = self.legs.get(message.handoff_id)
+        if leg is None:
+            self.ignore_unknown(message)
+        elif message.index in leg.jobs_done or not 0 <= message.index < leg.num_jobs:
+            self.ignore("duplicate", message)
+        else:
+            leg.jobs_done.add(message.index)
+            if leg.state is _S.SENDING and leg.all_copied:
+                leg.ending = self.completed()
+                self._close(leg)
+
+    def _copy_failed(self, message: CopyFailed) -> None:
+        leg = self.legs.get(message.handoff_id)
+        if leg is None:
+            self.ignore_unknown(message)
+        elif leg.state is _S.DRAINING:
+            self._close(leg)
+        else:
+            # No job of this handoff is running or will run: nothing reads the pages any more.
+            leg.jobs_done.update(range(leg.num_jobs))
+            self.fail(leg, message.reason, message.message)
+
+    def _drained(self, message: CopiesDrained) -> None:
+        leg = self.legs.get(message.handoff_id)
+        if leg is not None and leg.state is _S.DRAINING:
+            self._close(leg)
+        elif self.quarantine.release(message.handoff_id):
+            self._again = True
+        else:
+            self.ignore_unknown(message)
+
+    # -- plan ---------------------------------------------------------------------------------
+
+    def _snapshot(self, now_ns: int) -> PrefillSnapshot:
+        running: list[tuple[int, RunningPrompt]] = []
+        queue: list[QueuedPrompt] = []
+        for leg in self.legs:
+            if leg.state is _S.RUNNING and leg.token_id is None:
+                running.append(
+                    (
+                        leg.started,
+                        RunningPrompt(
+                            handoff_id=leg.handoff_id,
+                            request_id=leg.request_id,
+                            tokens=leg.prompt_len - leg.computed,
+                        ),
+                    )
+                )
+            elif leg.state is _S.QUEUED:
+                queue.append(self._queued(leg, len(queue), now_ns))
+        running.sort(key=lambda entry: entry[0])
+        return PrefillSnapshot(
+            running=tuple(prompt for _, prompt in running),
+            queue=tuple(queue),
+            pages=self.page_budget(
+                self.allocator.num_free + self.cache.num_evictable, lambda leg: leg.num_pages
+            ),
+            budget=self.settings.prefill_budget,
+        )
+
+    def _queued(self, leg: PrefillLeg, position: int, now_ns: int) -> QueuedPrompt:
+        pages = self.engine.layout.pages_for(leg.prompt_len)
+        tokens = leg.prompt_len
+        if position < _LOOKAHEAD:
+            match = self._match(leg)
+            tokens -= match.num_tokens
+            # A cached page costs a page only if it counts as free: locking it takes it away.
+            pages -= sum(not self.allocator.held_only_by(page, CACHE) for page in match.pages)
+        return QueuedPrompt(
+            handoff_id=leg.handoff_id,
+            request_id=leg.request_id,
+            tokens=tokens,
+            pages=pages,
+            passes=leg.passes,
+            held=leg.holds.held("prefill.queue", now_ns),
+        )
+
+    def _match(self, leg: PrefillLeg) -> Match:
+        return self.cache.match(leg.prompt_ids, leg.prompt_len - 1)
+
+    def _start(self, plan: PrefillPlan) -> None:
+        for handoff_id, passes in plan.passes.items():
+            self.legs[handoff_id].passes = passes
+        starting = [self.legs[handoff_id] for handoff_id in plan.start]
+        # All matches are locked before any page is taken: taking pages may evict cached ones.
+        for leg in starting:
+            leg.match = self._match(leg)
+            self.cache.lock(leg.match)
+        for leg in starting:
+            assert leg.match is not None
+            needed = self.engine.layout.pages_for(leg.prompt_len) - len(leg.match.pages)
+            pages = self._take_pages(needed, leg.handoff_id)
+            if pages is None:  # the estimate for prompts beyond the lookahead was too low
+                self.cache.unlock(leg.match)
+                leg.match = None
+                continue
+            leg.own_pages = pages
+            leg.computed = leg.match.num_tokens
+
+    def _take_pages(self, num_pages: int, owner: str) -> list[int] | None:
+        lacking = num_pages - self.allocator.num_free
+        if lacking > 0:
+            self.cache.evict(lacking)
+        return self.allocator.try_allocate(num_pages, owner)
+
+    # -- run ----------------------------------------------------------------------------------
+
+    def _run(self, chunks: tuple[Chunk, ...]) -> None:
+        batch: list[PrefillLeg] = []
+        work: list[PrefillChunk] = []
+        for chunk in chunks:
+            leg = self.legs[chunk.handoff_id]
+            if leg.match is None:
+                continue  # got no pages
+            end = min(leg.computed + chunk.tokens, leg.prompt_len)
+            batch.append(leg)
+            work.append(
+                PrefillChunk(
+                    token_ids=leg.prompt_ids[leg.computed : end],
+                    start=leg.computed,
+                    pages=leg.pages,
+                    sampling=leg.sampling if end == leg.prompt_len else None,
+                )
+            )
+        if not batch:
+            return
+        self._again = True
+        self._steps += 1
+        begun_ns = self._clock()
+        for leg, chunk in zip(batch, work, strict=True):
+            if leg.state is _S.QUEUED:
+                leg.batch_size = len(batch)
+                leg.started = self._steps
+                leg.advance(_S.RUNNING, begun_ns)
+            self._observer.chunk_started(leg, leg.num_chunks, len(chunk.token_ids), begun_ns)
+        try:
+            sampled = self.engine.prefill(work)
+        except Exception as error:  # the batch's requests fail, the loop goes on
+            self.fail_step(batch, error)
+            return
+        ended_ns = self._clock()
+        for leg, chunk, token_id in zip(batch, work, sampled, strict=True):
+            self._observer.chunk_finished(leg, leg.num_chunks, ended_ns)
+            leg.num_chunks += 1
+            leg.computed += len(chunk.token_ids)
+            leg.token_id = token_id
+            if token_id is None:
+                self._copy(leg, leg.computed // self.engine.layout.page_size, last=False)
+        self._finish_computed(ended_ns)
+
+    def _finish_computed(self, now_ns: int) -> None:
+        """Hand over the prompts whose last chunk has run."""
+        for leg in self.legs:
+            if leg.state is not _S.RUNNING or leg.token_id is None:
+                continue
+            if self.held(leg, "prefill.compute", now_ns):
+                continue
+            leg.advance(_S.SENDING, now_ns)
+            self.cache.insert(leg.prompt_ids, leg.pages)
+            self._hand_over(leg, leg.token_id, now_ns)
+            if leg.ending is None:
+                self._copy(leg, leg.num_pages, last=True)
+
+    def _hand_over(self, leg: PrefillLeg, token_id: int, now_ns: int) -> None:
+        sent = self.send(
+            leg.decode,
+            Handoff(
+                handoff_id=leg.handoff_id,
+                token_id=token_id,
+                prompt_len=leg.prompt_len,
+                prompt_digest=leg.prompt_digest,
+                cached_tokens=leg.cached_tokens,
+            ),
+        )
+        if not sent:
+            self.fail(leg, "peer_unreachable", f"{leg.decode.instance} cannot be reached")
+            return
+        if not leg.early:
+            return
+        eos = () if leg.ignore_eos else self.engine.info.eos_token_ids
+        reason = "stop" if token_id in eos else "length" if leg.max_tokens == 1 else None
+        self._observer.forwarded(leg, now_ns)
+        self.emit(
+            leg,
+            TokenItem(
+                handoff_id=leg.handoff_id,
+                index=0,
+                token_ids=(token_id,),
+                finish_reason=reason,
+                cached_tokens=leg.cached_tokens,
+            ),
+        )
+
+    def _copy(self, leg: PrefillLeg, end_page: int, *, last: bool) -> None:
+        """Have source pages up to `end_page` copied that no job names yet."""
+        if end_page <= leg.pages_sent:
+            return
+        assert leg.reservation is not None and self._transfer is not None
+        span = slice(leg.pages_sent, end_page)
+        sent = self.send(
+            self._transfer,
+            CopyJob(
+                context=leg.context,
+                index=leg.num_jobs,
+                last=last,
+                source=self._pool,
+                source_pages=tuple(leg.pages[span]),
+                destination=leg.reservation.pool,
+                destination_pages=leg.reservation.pages[span],
+                transfer_address=leg.reservation.transfer_address,
+                prefill=self.peer,
+                decode=leg.decode,
+                faults=leg.faults,
+            ),
+        )
+        if not sent:
+            self.fail(leg, "peer_unreachable", "the transfer process cannot be reached")
+            return
+        leg.pages_sent = end_page
+        leg.num_jobs += 1
+        leg.last_job_sent = last
+
+    # -- end ----------------------------------------------------------------------------------
+
+    def end(self, leg: PrefillLeg, ending: Ending, *, tell_peer: bool = True) -> None:
+        """Free the source pages, or wait until the transfer has let go of them."""
+        if leg.ending is not None:
+            return
+        leg.ending = ending
+        if tell_peer:
+            self.abort_peer(leg.decode, leg, ending)
+        if not leg.copies_open:
+            self._close(leg)
+            return
+        assert self._transfer is not None
+        leg.advance(_S.DRAINING, self._clock())
+        self.send(self._transfer, CancelCopies(handoff_id=leg.handoff_id, reply_to=self.peer))
+
+    def drain_expired(self, leg: PrefillLeg) -> None:
+        """Keep the pages out of use; the locked prefix stays locked with them."""
+        self.quarantine.keep(leg.handoff_id, leg.num_pages, lambda: self._release(leg))
+        self.close(leg, self._clock())
+
+    def _close(self, leg: PrefillLeg) -> None:
+        self._release(leg)
+        self.close(leg, self._clock())
+
+    def _release(self, leg: PrefillLeg) -> None:
+        if leg.match is not None:
+            self.allocator.release(leg.own_pages, leg.handoff_id)
+            self.cache.unlock(leg.match)
+
+    # -- publish ------------------------------------------------------------------------------
+
+    def report(self) -> WorkerLoad:
+        """Set the gauges and return what routing looks at."""
+        states = [leg.state for leg in self.legs]
+        queued_tokens = sum(
+            leg.prompt_len - leg.computed
+            for leg in self.legs
+            if leg.state in (_S.BOOTSTRAP, _S.QUEUED, _S.RUNNING)
+        )
+        held = sum(leg.num_pages for leg in self.legs)
+        running, waiting = states.count(_S.RUNNING), states.count(_S.QUEUED)
+        recorder = self._recorder
+        recorder.gauge(Gauge.RUNNING, running)
+        recorder.gauge(Gauge.WAITING, waiting)
+        recorder.gauge(Gauge.RESERVING, states.count(_S.BOOTSTRAP))
+        recorder.gauge(Gauge.TRANSFERRING, states.count(_S.SENDING))
+        recorder.gauge(Gauge.KV_PAGES_USED, held)
+        recorder.gauge(Gauge.KV_PAGES_CACHED, self.cache.num_pages)
+        recorder.gauge(Gauge.HELD_PAGES, self.quarantine.num_pages)
+        return WorkerLoad(
+            pages_total=self.allocator.num_pages,
+            pages_free=self.allocator.num_free + self.cache.num_evictable,
+            running=running,
+            waiting=len(states) - running,
+            queued_tokens=queued_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every page is free, cached, or held by a leg in flight."""
+        self.allocator.check_integrity()
+        self.cache.check_integrity()
+        others = {CACHE, *self.quarantine.owners}
+        if len(self.legs) or self.quarantine.owners:
+            others.add(LOCK_OWNER)
+        self.check_owners(others)
+
+
+def run(
+    config: ProcessConfig, *, engine: Engine | None = None, stop: threading.Event | None = None
+) -> None:
+    """Serve as `config` says until SIGTERM or `stop`. Raises StartError or ModelError."""
+    serve(config, role=Role.PREFILL, make_worker=PrefillWorker, engine=engine, stop=stop)

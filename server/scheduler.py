@@ -1,0 +1,427 @@
+"""What every scheduler process does besides its plan: receive, time out, end, answer, report.
+
+Owns the legs' table, the page allocator, outgoing tokens and the counters of ignored messages;
+knows nothing of what a step computes. A worker (`server.prefill`, `server.decode`, `server.colocated`)
+derives from `Scheduler`, and its `step` is its table of contents: receive, plan, run, publish.
+
+A message or a step that raises fails the requests it concerns and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Generic, Protocol
+
+from pdtrace.recorder import Recorder
+from pdtrace.stages import Gauge, Outcome, WaitReason
+from server.admission import PageBudget, Wait
+from server.config import ProcessConfig
+from server.engine.base import Engine
+from server.errors import IntegrityError
+from server.heartbeat import Progress
+from server.kv.pages import PageAllocator
+from server.legs import LegT, LegTable
+from server.request import Ending
+from server.tracing import TraceObserver
+from server.wire.messages import (
+    Abort,
+    AnyMessage,
+    Cancel,
+    LegClosed,
+    Peer,
+    TokenItem,
+    Tokens,
+    WorkerLoad,
+)
+from server.wire.sockets import Received
+
+IDLE_WAIT_S = 0.25
+"""Longest wait for a message: how often an idle loop shows that it is alive."""
+
+_logger = logging.getLogger(__name__)
+
+
+class MessageSource(Protocol):
+    """Where messages come from; `server.wire.sockets.Inbox`."""
+
+    def get(self, timeout_s: float) -> Received | None: ...
+
+    def drain(self) -> list[Received]: ...
+
+
+class MessageSink(Protocol):
+    """Where messages go; `server.wire.sockets.Outbox`. False: dropped, the peer is unreachable."""
+
+    def send(self, endpoint: str, message: AnyMessage) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """What a scheduler is connected to. `clock` reads CLOCK_MONOTONIC nanoseconds."""
+
+    inbox: MessageSource
+    outbox: MessageSink
+    recorder: Recorder
+    progress: Progress
+    clock: Callable[[], int]
+
+
+class Scheduler(ABC, Generic[LegT]):
+    """Base of the three workers. Single-threaded: `step` and everything it calls."""
+
+    def __init__(self, config: ProcessConfig, engine: Engine, ports: Ports) -> None:
+        self.config = config
+        self.settings = config.settings
+        self.engine = engine
+        self.legs: LegTable[LegT] = LegTable()
+        self.allocator = PageAllocator(engine.pool.descriptor.num_pages)
+        self.ignored: Counter[str] = Counter()
+        """Messages without effect, as "why.Type": duplicate, late, unknown, stale, unexpected."""
+        self.peer = Peer(
+            instance=config.instance, endpoint=config.endpoint, incarnation=config.incarnation
+        )
+        self.draining = False
+        self._transfer = (
+            None
+            if config.transfer_endpoint is None
+            else Peer(instance="transfer", endpoint=config.transfer_endpoint, incarnation="")
+        )
+        self._ports = ports
+        self._clock = ports.clock
+        self._recorder = ports.recorder
+        self._observer = TraceObserver(lambda: self.allocator.num_free)
+        self._tokens: dict[str, list[TokenItem]] = {}
+        self._closed: list[tuple[str, LegClosed]] = []
+        self._again = False  # something came free: plan once more before waiting
+        self._steps = 0
+        self._was_idle = True
+
+    @abstractmethod
+    def step(self, max_wait_s: float = IDLE_WAIT_S) -> None:
+        """One turn of the loop; waits up to `max_wait_s` for a message when there is no work."""
+
+    @abstractmethod
+    def handle(self, message: AnyMessage, arrived_ns: int) -> None:
+        """Take in one message that is not a Cancel."""
+
+    @abstractmethod
+    def end(self, leg: LegT, ending: Ending, *, tell_peer: bool = True) -> None:
+        """Give `leg` up: free what it holds, or begin to drain it. No effect once it has ended."""
+
+    @abstractmethod
+    def drain_expired(self, leg: LegT) -> None:
+        """The transfer did not answer in time: close `leg` without reusing its pages."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every page is free, cached, or held by a leg in flight."""
+
+    def check_owners(self, others: Set[str]) -> None:
+        """Raises IntegrityError for a page whose owner is no leg in flight and not in `others`."""
+        for owner, pages in self.allocator.pages_by_owner().items():
+            if owner not in others and self.legs.get(owner) is None:
+                raise IntegrityError(f"pages {pages} are held by {owner!r}, which is over")
+
+    @abstractmethod
+    def report(self) -> WorkerLoad:
+        """Set the gauges and return what routing looks at."""
+
+    # -- receive ------------------------------------------------------------------------------
+
+    def receive(self, max_wait_s: float) -> None:
+        """Take in all messages that wait, then time out what is due."""
+        received = self._ports.inbox.get(self._wait_s(max_wait_s))
+        if received is not None:
+            self._take(received)
+            for received in self._ports.inbox.drain():
+                self._take(received)
+        now_ns = self._clock()
+        for leg in self.legs.due(now_ns):
+            leg.holds.release_due(now_ns)
+            if leg.deadline_ns is not None and leg.deadline_ns <= now_ns:
+                self._time_out(leg)
+
+    def _wait_s(self, max_wait_s: float) -> float:
+        if self._again:
+            self._again = False
+            return 0.0
+        wake_ns = self.legs.next_wake_ns()
+        if wake_ns is None:
+            return max_wait_s
+        return min(max_wait_s, max(0.0, (wake_ns - self._clock()) / 1e9))
+
+    def _take(self, received: Received) -> None:
+        message = received.message
+        try:
+            if isinstance(message, Cancel):
+                self._cancel(message)
+            else:
+                self.handle(message, received.arrived_ns)
+        except Exception as error:  # a request boundary: it must not stop the loop
+            handoff_id = handoff_of(message)
+            _logger.exception("%s of %s failed", type(message).__name__, handoff_id)
+            leg = self.legs.get(handoff_id)
+            if leg is not None:
+                self.fail(leg, "internal", f"{type(error).__name__} in {self.config.instance}")
+
+    def _cancel(self, message: Cancel) -> None:
+        ending = Ending(
+            outcome=outcome_of(message.outcome),
+            reason=message.reason,
+            message=f"{message.reason}: cancelled by {message.by}",
+            by=message.by,
+        )
+        leg = self.legs.get(message.handoff_id)
+        if leg is not None:
+            self.end(leg, ending)
+            return
+        past = self.legs.past(message.handoff_id)
+        if past is None:
+            self.legs.remember(message.handoff_id, ending, arrived=False)
+        self.answer(message.gateway, message.handoff_id, ending if past is None else past.ending)
+
+    def ignore(self, why: str, message: AnyMessage) -> None:
+        """Count a message without effect."""
+        self.ignored[f"{why}.{type(message).__name__}"] += 1
+
+    def ignore_unknown(self, message: AnyMessage) -> None:
+        """Count a message of a handoff that is not in the table."""
+        known = self.legs.past(handoff_of(message)) is not None
+        self.ignore("late" if known else "unknown", message)
+
+    def is_repeated(self, message: AnyMessage) -> bool:
+        """Whether a request is here already or was; counts it."""
+        handoff_id = handoff_of(message)
+        past = self.legs.past(handoff_id)
+        if self.legs.get(handoff_id) is not None:
+            self.ignore("duplicate", message)
+        elif past is not None and past.arrived:
+            self.ignore("late", message)
+        else:
+            return False
+        return True
+
+    def admit(self, leg: LegT) -> bool:
+        """Put a request into the table, unless its end came first or the worker is stopping."""
+        past = self.legs.past(leg.handoff_id)
+        self.legs.add(leg)
+        if past is not None:
+            self.end(leg, past.ending, tell_peer=False)
+        elif self.draining:
+            self.end(leg, self._ending(Outcome.REJECTED, "shutting_down", "is shutting down"))
+        return leg.ending is None
+
+    def aborted(self, message: Abort) -> None:
+        """The other leg is over; so is this one, now or when it arrives."""
+        ending = Ending(
+            outcome=outcome_of(message.outcome),
+            reason=message.reason,
+            message=message.message,
+            by=message.by,
+        )
+        leg = self.legs.get(message.handoff_id)
+        if leg is not None:
+            self.end(leg, ending, tell_peer=False)
+        elif self.legs.past(message.handoff_id) is None:
+            self.legs.remember(message.handoff_id, ending, arrived=False)
+        else:
+            self.ignore("late", message)
+
+    def prompt_refusal(self, prompt_ids: Sequence[int]) -> tuple[str, str] | None:
+        """Why a prompt can never be computed here, as reason and sentence; None when it can.
+
+        One bad row would fail the whole step, so rows are checked before they join one.
+        """
+        info, num_tokens = self.engine.info, len(prompt_ids)
+        if not prompt_ids:
+            return "invalid_request", "the prompt is empty"
+        if min(prompt_ids) < 0 or max(prompt_ids) >= info.vocab_size:
+            return "invalid_request", f"a token id is outside the vocabulary of {info.vocab_size}"
+        if num_tokens > info.context_length:
+            return (
+                "context_length",
+                f"the prompt has {num_tokens} tokens, the context {info.context_length}",
+            )
+        needed = self.engine.layout.pages_for(num_tokens)
+        if needed > self.allocator.num_pages:
+            return "kv_capacity", f"needs {needed} KV pages, has {self.allocator.num_pages}"
+        return None
+
+    # -- plan ---------------------------------------------------------------------------------
+
+    def held(self, leg: LegT, stage: str, now_ns: int) -> bool:
+        """Whether a fault hook holds `leg` in `stage`; says so in the trace."""
+        if not leg.holds.held(stage, now_ns):
+            return False
+        self._observer.cause(leg, stage, WaitReason.INJECTED, now_ns)
+        return True
+
+    def record_waits(self, waits: Sequence[Wait], now_ns: int) -> None:
+        """Say in the trace why each of these legs was left out."""
+        for wait in waits:
+            leg = self.legs.get(wait.handoff_id)
+            if leg is not None:
+                self._observer.waits(leg, wait, now_ns)
+
+    def page_budget(self, free: int, pages_of: Callable[[LegT], int]) -> PageBudget:
+        """`free` pages and the request that holds most of the others."""
+        holder = max(self.legs, key=pages_of, default=None)
+        return PageBudget(
+            free=free,
+            total=self.allocator.num_pages,
+            holder=holder.request_id if holder is not None and pages_of(holder) else None,
+        )
+
+    # -- end ----------------------------------------------------------------------------------
+
+    def fail(self, leg: LegT, reason: str, message: str, *, tell_peer: bool = True) -> None:
+        """End `leg` as failed, by this worker."""
+        self.end(
+            leg,
+            Ending(outcome=Outcome.FAILED, reason=reason, message=message, by=self.config.instance),
+            tell_peer=tell_peer,
+        )
+
+    def fail_step(self, legs: Sequence[LegT], error: Exception) -> None:
+        """A step raised: its requests fail, the loop goes on."""
+        _logger.error("step of %d requests failed", len(legs), exc_info=error)
+        for leg in legs:
+            self.fail(leg, "engine_error", f"{type(error).__name__} in a step: {error}")
+
+    def close(self, leg: LegT, at_ns: int) -> None:
+        """`leg` holds nothing any more: it is closed, forgotten and answered."""
+        assert leg.ending is not None
+        leg.advance(type(leg.state)("closed"), at_ns)
+        self.legs.close(leg)
+        self._again = True
+        self.answer(leg.gateway, leg.handoff_id, leg.ending)
+        _logger.info(
+            "request_id=%s trace_id=%s handoff_id=%s outcome=%s reason=%s seconds=%.3f",
+            leg.request_id,
+            leg.context.trace_id,
+            leg.handoff_id,
+            leg.ending.outcome,
+            leg.ending.reason,
+            (at_ns - leg.created_ns) / 1e9,
+        )
+
+    def completed(self) -> Ending:
+        return Ending(
+            outcome=Outcome.COMPLETED, reason="completed", message="", by=self.config.instance
+        )
+
+    def answer(self, gateway: Peer, handoff_id: str, ending: Ending) -> None:
+        """Tell the gateway with the next publication, behind the tokens of this turn."""
+        self._closed.append(
+            (
+                gateway.endpoint,
+                LegClosed(
+                    handoff_id=handoff_id,
+                    instance=self.config.instance,
+                    outcome=ending.outcome,
+                    reason=ending.reason,
+                    message=ending.message,
+                    by=ending.by,
+                ),
+            )
+        )
+
+    def _time_out(self, leg: LegT) -> None:
+        if leg.state.value == "draining":
+            self.drain_expired(leg)
+            return
+        self.end(
+            leg,
+            self._ending(
+                Outcome.TIMED_OUT, "deadline_exceeded", f"{leg.stage} took longer than allowed"
+            ),
+        )
+
+    def _ending(self, outcome: Outcome, reason: str, what: str) -> Ending:
+        instance = self.config.instance
+        return Ending(outcome=outcome, reason=reason, message=f"{instance}: {what}", by=instance)
+
+    # -- publish ------------------------------------------------------------------------------
+
+    def emit(self, leg: LegT, item: TokenItem) -> None:
+        """Send tokens with this turn's message to the leg's gateway."""
+        self._tokens.setdefault(leg.gateway.endpoint, []).append(item)
+
+    def send(self, peer: Peer, message: AnyMessage) -> bool:
+        """Send at once. False, counted, when the peer is unreachable."""
+        if self._ports.outbox.send(peer.endpoint, message):
+            return True
+        self.ignore("unsent", message)
+        return False
+
+    def abort_peer(self, peer: Peer, leg: LegT, ending: Ending) -> None:
+        """Tell the other leg that this one is over."""
+        self.send(
+            peer,
+            Abort(
+                handoff_id=leg.handoff_id,
+                outcome=ending.outcome,
+                reason=ending.reason,
+                message=ending.message,
+                by=ending.by,
+            ),
+        )
+
+    def publish(self) -> None:
+        """Send this turn's tokens and closings, then show where the loop is."""
+        for endpoint, items in self._tokens.items():
+            tokens = Tokens(instance=self.config.instance, items=tuple(items))
+            if not self._ports.outbox.send(endpoint, tokens):
+                self.ignore("unsent", tokens)
+        self._tokens.clear()
+        for endpoint, closed in self._closed:
+            if not self._ports.outbox.send(endpoint, closed):
+                self.ignore("unsent", closed)
+        self._closed.clear()
+        busy = len(self.legs) > 0
+        tick_ns = self._ports.progress.tick(busy=busy, load=self.report())
+        recorder = self._recorder
+        recorder.gauge(Gauge.KV_PAGES_TOTAL, self.allocator.num_pages)
+        recorder.gauge(Gauge.KV_PAGES_FREE, self.allocator.num_free)
+        recorder.gauge(Gauge.IN_FLIGHT, len(self.legs))
+        recorder.gauge(Gauge.STEPS, self._steps)
+        recorder.gauge(Gauge.LAST_PROGRESS_NS, tick_ns)
+        if not busy and not self._was_idle:
+            try:
+                self.check_integrity()
+            except Exception:  # a bug of ours must be loud, but must not stop serving
+                _logger.exception("%s is idle and not whole", self.config.instance)
+                self.ignored["integrity"] += 1
+        self._was_idle = not busy
+
+    # -- stop ---------------------------------------------------------------------------------
+
+    def stop_accepting(self) -> None:
+        """From here on requests are refused; those in flight go on."""
+        self.draining = True
+        self._ports.progress.draining = True
+
+    def end_all(self, reason: str, what: str) -> None:
+        """Give up every request in flight, as failed for `reason`."""
+        for leg in self.legs:
+            self.end(leg, self._ending(Outcome.FAILED, reason, what))
+
+
+def handoff_of(message: AnyMessage) -> str:
+    """Handoff a message speaks of; "" for those that speak of none."""
+    context = getattr(message, "context", None)
+    if context is not None:
+        return context.handoff_id
+    return getattr(message, "handoff_id", "")
+
+
+def outcome_of(text: str) -> Outcome:
+    """Outcome named in a message; FAILED for a word that is none."""
+    try:
+        return Outcome(text)
+    except ValueError:
+        return Outcome.FAILED

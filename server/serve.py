@@ -1,0 +1,169 @@
+"""From a `ProcessConfig` to a running worker, and back to nothing: what the three workers share.
+
+Owns the order of opening and closing (engine, recorder, sockets, heartbeat), signals, and how long
+a stop may take; knows nothing of what a worker does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pdtrace.clock import SYSTEM_CLOCK
+from pdtrace.errors import PdtraceError
+from pdtrace.recorder import Recorder
+from pdtrace.stages import Role
+from server.config import ProcessConfig
+from server.engine.base import Engine
+from server.engine.loader import EngineConfig, load_engine
+from server.errors import StartError
+from server.heartbeat import HeartbeatThread, Progress
+from server.scheduler import Ports, Scheduler
+from server.wire.sockets import Inbox, Outbox
+
+GRACE_S = 3.0
+"""How long requests in flight may go on after SIGTERM."""
+DRAIN_S = 1.5
+"""How long the transfer may then take to let go of the pages of those that were given up."""
+_TURN_S = 0.02
+
+_logger = logging.getLogger(__name__)
+
+MakeWorker = Callable[[ProcessConfig, Engine, Ports], Scheduler[Any]]
+
+
+def serve(
+    config: ProcessConfig,
+    *,
+    role: Role,
+    make_worker: MakeWorker,
+    engine: Engine | None = None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Run the worker until SIGTERM, SIGINT or `stop`; every request in flight is answered.
+
+    Closes the engine. Raises StartError or ModelError when it cannot start.
+    """
+    stop = threading.Event() if stop is None else stop
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_stop_on_signals(stop))
+        inbox = Inbox(config.endpoint)
+        stack.callback(inbox.close)
+        if engine is None:
+            engine = _load(config, role)
+        stack.callback(engine.close)
+        recorder = _open_recorder(config, role)
+        stack.callback(recorder.close)
+        outbox = Outbox()
+        stack.callback(outbox.close)
+        progress = Progress()
+        worker = make_worker(
+            config,
+            engine,
+            Ports(
+                inbox=inbox,
+                outbox=outbox,
+                recorder=recorder,
+                progress=progress,
+                clock=SYSTEM_CLOCK.monotonic_ns,
+            ),
+        )
+        heartbeat = HeartbeatThread(
+            config,
+            progress,
+            info=engine.info,
+            layout=engine.layout,
+            pool=engine.pool.descriptor,
+        )
+        heartbeat.start()
+        stack.callback(heartbeat.stop)
+        _logger.info("%s serves at %s", config.instance, config.endpoint)
+        while not stop.is_set():
+            take_step(worker)
+        stop_worker(worker)
+    _logger.info("%s stopped", config.instance)
+
+
+def take_step(worker: Scheduler[Any], max_wait_s: float | None = None) -> None:
+    """One turn of the loop. A turn that raises gives up the requests in flight, not the process."""
+    try:
+        if max_wait_s is None:
+            worker.step()
+        else:
+            worker.step(max_wait_s)
+    except Exception:  # a process boundary: whatever it is, others are served
+        _logger.exception("%s: a turn of the loop failed", worker.config.instance)
+        worker.end_all("internal", "a turn of its loop failed")
+        worker.publish()
+
+
+def stop_worker(
+    worker: Scheduler[Any], *, grace_s: float = GRACE_S, drain_s: float = DRAIN_S
+) -> None:
+    """Let requests in flight finish for `grace_s`, give up the rest, wait `drain_s` for copies."""
+    worker.stop_accepting()
+    _turn_until_empty(worker, grace_s)
+    worker.end_all("shutting_down", "is shutting down")
+    worker.publish()
+    _turn_until_empty(worker, drain_s)
+
+
+def _turn_until_empty(worker: Scheduler[Any], limit_s: float) -> None:
+    end_s = time.monotonic() + limit_s
+    while len(worker.legs) and time.monotonic() < end_s:
+        take_step(worker, _TURN_S)
+
+
+def _load(config: ProcessConfig, role: Role) -> Engine:
+    settings = config.settings
+    if config.pool_path is None:
+        raise StartError(f"{config.instance} has no pool_path")
+    return load_engine(
+        EngineConfig(
+            model=settings.model,
+            pool_path=config.pool_path,
+            owner=config.instance,
+            num_pages=settings.prefill_pages if role is Role.PREFILL else settings.decode_pages,
+            page_size=settings.page_size,
+            dtype=settings.dtype,
+            threads=settings.threads,
+            device=settings.device,
+        )
+    )
+
+
+def _open_recorder(config: ProcessConfig, role: Role) -> Recorder:
+    if not config.settings.record:
+        return Recorder.disabled()
+    rings = Path(config.settings.rings_path)
+    try:
+        return Recorder.open(rings, role=role, instance=config.instance)
+    except PdtraceError as error:
+        raise StartError(f"{config.instance} cannot record in {rings}: {error}") from error
+
+
+@contextlib.contextmanager
+def _stop_on_signals(stop: threading.Event) -> Generator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers; a worker in a thread is stopped by `stop`
+        return
+
+    def request_stop(number: int, _frame: FrameType | None) -> None:
+        _logger.info("received %s", signal.Signals(number).name)
+        stop.set()
+
+    previous = {
+        number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
