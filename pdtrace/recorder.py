@@ -175,7 +175,7 @@ class RequestTrace:
 
     def end(self, *, at_ns: int | None = None) -> None:
         """Let go of the attempt: nothing more will be recorded for it here. Idempotent."""
-        self._recorder.finish(self, self._now() if at_ns is None else at_ns)
+        self._recorder.finish(self, at_ns)
 
     def detach(self, append: Callable[[bytes], None]) -> None:
         """Send further records elsewhere; for `Recorder`."""
@@ -272,7 +272,11 @@ class Recorder:
 
     def begin(self, context: RequestContext, *, at_ns: int | None = None) -> RequestTrace:
         """Take up one attempt of a request in this process."""
-        opened_ns = self.clock.monotonic_ns() if at_ns is None else at_ns
+        try:
+            opened_ns = self.clock.monotonic_ns() if at_ns is None else at_ns
+        except Exception as error:  # the guard: telemetry never reaches the request
+            self.report(error)
+            opened_ns = 0
         key = self._next_key
         self._next_key = key + 1
         ring = self._ring
@@ -323,11 +327,13 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def finish(self, trace: RequestTrace, at_ns: int) -> None:
+    def finish(self, trace: RequestTrace, at_ns: int | None) -> None:
         """Write `trace`'s END record; called by `RequestTrace.end`."""
         if self._live.pop(trace.key, None) is not trace:
             return
         try:
+            if at_ns is None:
+                at_ns = self.clock.monotonic_ns()
             if self._ring is not None:
                 self._ring.append(pack_head(KIND_END, 0, 0, trace.key, at_ns))
         except Exception as error:  # the guard: telemetry never reaches the request
