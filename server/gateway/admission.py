@@ -1,0 +1,100 @@
+"""How many requests are worked on at once, and who waits for a place: first come, first served.
+
+Owns the concurrency limit and the bounded queue before it; knows nothing of HTTP, workers or time.
+Everything happens on one event loop, so nothing is locked.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from server.errors import IntegrityError, Overloaded
+
+QUEUE_FULL = "queue_full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuePlace:
+    """Where a waiting request stands.
+
+    position   requests ahead of it in the queue
+    limit      requests worked on at once
+    blocker    request id of the longest-running one
+    """
+
+    position: int
+    limit: int
+    blocker: str | None
+
+
+class Admission:
+    """A FIFO semaphore whose waiters are told by a callback, keyed by handoff id.
+
+    A request is, in this order: unknown, waiting (or at once) admitted, released. `release` works
+    in each of these states, so that every way out of a request may call it.
+    """
+
+    def __init__(self, *, max_concurrency: int, max_queue: int) -> None:
+        self._max_concurrency = max_concurrency
+        self._max_queue = max_queue
+        self._admitted: OrderedDict[str, str] = OrderedDict()  # key → request id, oldest first
+        self._waiting: OrderedDict[str, tuple[str, Callable[[], None]]] = OrderedDict()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests admitted and not released."""
+        return len(self._admitted)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def enter(
+        self, key: str, request_id: str, on_admitted: Callable[[], None]
+    ) -> QueuePlace | None:
+        """Take a place, or wait for one: None, or where it stands in the queue.
+
+        `on_admitted` is called later, once, and only if this returned a place in the queue.
+        Raises Overloaded (429) when the queue is full.
+        """
+        if key in self._admitted or key in self._waiting:
+            raise IntegrityError(f"{key} enters twice")
+        if len(self._admitted) < self._max_concurrency:
+            self._admitted[key] = request_id
+            return None
+        if len(self._waiting) >= self._max_queue:
+            raise Overloaded(
+                f"{len(self._admitted)} requests are being served and {len(self._waiting)} wait: "
+                "try again later.",
+                status=429,
+                code=QUEUE_FULL,
+            )
+        place = QueuePlace(
+            position=len(self._waiting),
+            limit=self._max_concurrency,
+            blocker=next(iter(self._admitted.values()), None),
+        )
+        self._waiting[key] = (request_id, on_admitted)
+        return place
+
+    def release(self, key: str) -> None:
+        """Give a place back, or leave the queue; unknown keys do nothing."""
+        self._waiting.pop(key, None)
+        if self._admitted.pop(key, None) is None:
+            return
+        while self._waiting and len(self._admitted) < self._max_concurrency:
+            next_key, (request_id, on_admitted) = self._waiting.popitem(last=False)
+            self._admitted[next_key] = request_id
+            on_admitted()
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when somebody waits although there is a place."""
+        both = self._admitted.keys() & self._waiting.keys()
+        idle = self._waiting and len(self._admitted) < self._max_concurrency
+        if both or idle or len(self._admitted) > self._max_concurrency:
+            raise IntegrityError(
+                f"{len(self._admitted)} admitted of {self._max_concurrency}, "
+                f"{len(self._waiting)} waiting, {sorted(both)} both"
+            )

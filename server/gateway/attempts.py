@@ -1,0 +1,245 @@
+"""Attempts in flight: which legs each of them has, who listens to it, when it is really over.
+
+Owns the life of an attempt from dispatch until no worker holds anything of it; knows nothing of
+HTTP or of what the tokens say.
+
+    dispatched ─▶ answered (the client has its end) ─▶ closed (both legs said so, are dead, or the
+                                                       drain deadline passed)
+
+An attempt keeps its request's place in the gateway until it is closed: a place is free when the
+workers are, not when the client is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdtrace.propagation import RequestContext
+from pdtrace.stages import Outcome
+from server.errors import RequestError, WorkerLost
+from server.gateway.errors import GATEWAY, LegFailed
+from server.gateway.mailbox import Mailbox
+from server.gateway.registry import WorkerUse
+from server.gateway.routing import PairChoice
+from server.wire.messages import AnyMessage, Cancel, LegClosed, Peer, TokenItem
+
+Send = Callable[[str, AnyMessage], bool]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The request has its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersChanged:
+    """A worker appeared or changed its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGone:
+    """A worker that holds a leg of the request vanished."""
+
+    peer: Peer
+
+
+Event = Admitted | WorkersChanged | TokenItem | LegClosed | WorkerGone
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Attempt:
+    """One attempt of a request, sent to its workers.
+
+    open_legs   peers that have not closed their leg, by instance name
+    answered    the client has its end: nobody listens to tokens any more
+    cancelled   its legs were told to stop
+    closed      set when no leg is open
+    """
+
+    context: RequestContext
+    choice: PairChoice
+    prompt_len: int
+    promised_pages: int
+    mailbox: Mailbox[Event]
+    on_closed: Callable[[], None]
+    open_legs: dict[str, Peer]
+    answered: bool = False
+    cancelled: bool = False
+    first_token_seen: bool = False
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    drain_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def handoff_id(self) -> str:
+        return self.context.handoff_id
+
+
+def failure_of(event: Event, attempt: Attempt) -> RequestError | None:
+    """What `event` says about an attempt that has not finished; None if all is well."""
+    if isinstance(event, WorkerGone):
+        return WorkerLost(f"{event.peer.instance} vanished while it held the request.")
+    if isinstance(event, LegClosed):
+        # Prefill completes before decode does; decode completes with its last token.
+        ends_all = event.instance == attempt.choice.decode.peer.instance
+        if event.outcome != Outcome.COMPLETED or ends_all:
+            return LegFailed.of(event)
+    return None
+
+
+class Attempts:
+    """All attempts in flight, by handoff id, and what they make of each worker's load.
+
+    send      to an endpoint; False when the message was refused
+    me        this gateway, for answers
+    ignored   told of messages that nobody waits for, by type
+    """
+
+    def __init__(
+        self, *, send: Send, me: Peer, drain_s: float, ignored: Callable[[str], None]
+    ) -> None:
+        self._send = send
+        self._me = me
+        self._drain_s = drain_s
+        self._ignored = ignored
+        self._open: dict[str, Attempt] = {}
+        self.use: dict[str, WorkerUse] = {}
+        """Per incarnation of a worker."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(
+        self,
+        context: RequestContext,
+        choice: PairChoice,
+        *,
+        prompt_len: int,
+        promised_tokens: int,
+        mailbox: Mailbox[Event],
+        on_closed: Callable[[], None],
+    ) -> Attempt:
+        """Register an attempt; its messages may follow."""
+        peers = {worker.peer.instance: worker.peer for worker in (choice.prefill, choice.decode)}
+        attempt = Attempt(
+            context=context,
+            choice=choice,
+            prompt_len=prompt_len,
+            promised_pages=choice.decode.layout.pages_for(promised_tokens),
+            mailbox=mailbox,
+            on_closed=on_closed,
+            open_legs=peers,
+        )
+        self._open[attempt.handoff_id] = attempt
+        for peer in peers.values():
+            self._use(peer).in_flight += 1
+        self._use(choice.prefill.peer).pending_tokens += prompt_len
+        self._use(choice.decode.peer).promised_pages += attempt.promised_pages
+        return attempt
+
+    def tokens(self, item: TokenItem) -> None:
+        """Tokens arrived."""
+        attempt = self._open.get(item.handoff_id)
+        if attempt is None:
+            self._ignored("tokens")
+            return
+        self._saw_token(attempt)
+        if not attempt.answered:
+            attempt.mailbox.put(item)
+        elif item.finish_reason is None:
+            # The answer ended here, at a stop string, and the worker goes on: it must not.
+            self.cancel(attempt, Outcome.COMPLETED, "stop", by=GATEWAY)
+
+    def leg_closed(self, message: LegClosed) -> None:
+        """A worker let go of an attempt."""
+        attempt = self._open.get(message.handoff_id)
+        if attempt is None or message.instance not in attempt.open_legs:
+            self._ignored("leg_closed")
+            return
+        if not attempt.answered:
+            attempt.mailbox.put(message)
+        self._close_leg(attempt, message.instance)
+
+    def worker_gone(self, peer: Peer) -> None:
+        """A worker died: it holds nothing any more, and what it had is lost."""
+        for attempt in list(self._open.values()):
+            if attempt.open_legs.get(peer.instance) == peer:
+                if not attempt.answered:
+                    attempt.mailbox.put(WorkerGone(peer))
+                self._close_leg(attempt, peer.instance)
+        self.use.pop(peer.incarnation, None)
+
+    def cancel(self, attempt: Attempt, outcome: Outcome, reason: str, *, by: str) -> None:
+        """Tell the legs that are open to stop; once per attempt."""
+        if attempt.cancelled:
+            return
+        attempt.cancelled = True
+        self._saw_token(attempt)
+        for peer in attempt.open_legs.values():
+            self._send(
+                peer.endpoint,
+                Cancel(
+                    handoff_id=attempt.handoff_id,
+                    outcome=outcome,
+                    reason=reason,
+                    by=by,
+                    gateway=self._me,
+                ),
+            )
+
+    def leg_refused(self, attempt: Attempt, peer: Peer) -> None:
+        """The request did not get on its way to `peer`, which therefore holds nothing."""
+        self._close_leg(attempt, peer.instance)
+
+    def answered(self, attempt: Attempt) -> None:
+        """The client has its end. From here on the legs have `drain_s` to close."""
+        attempt.answered = True
+        if attempt.open_legs:
+            attempt.drain_timer = asyncio.get_running_loop().call_later(
+                self._drain_s, self._give_up_on, attempt
+            )
+        else:
+            self._close(attempt)
+
+    def _give_up_on(self, attempt: Attempt) -> None:
+        _logger.warning(
+            "%s: %s did not close within %g s",
+            attempt.handoff_id,
+            ", ".join(sorted(attempt.open_legs)),
+            self._drain_s,
+        )
+        self._ignored("leg_not_closed")
+        for instance in list(attempt.open_legs):
+            self._close_leg(attempt, instance)
+
+    def _close_leg(self, attempt: Attempt, instance: str) -> None:
+        peer = attempt.open_legs.pop(instance)
+        use = self._use(peer)
+        use.in_flight -= 1
+        if peer == attempt.choice.prefill.peer:
+            self._saw_token(attempt)
+        if peer == attempt.choice.decode.peer:
+            use.promised_pages -= attempt.promised_pages
+        if not attempt.open_legs:
+            attempt.closed.set()
+            if attempt.answered:
+                self._close(attempt)
+
+    def _close(self, attempt: Attempt) -> None:
+        if attempt.drain_timer is not None:
+            attempt.drain_timer.cancel()
+        if self._open.pop(attempt.handoff_id, None) is not None:
+            attempt.on_closed()
+
+    def _saw_token(self, attempt: Attempt) -> None:
+        """Prefill has nothing more to compute for it."""
+        if not attempt.first_token_seen:
+            attempt.first_token_seen = True
+            self._use(attempt.choice.prefill.peer).pending_tokens -= attempt.prompt_len
+
+    def _use(self, peer: Peer) -> WorkerUse:
+        return self.use.setdefault(peer.incarnation, WorkerUse())

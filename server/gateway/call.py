@@ -1,0 +1,90 @@
+"""One generation request on its way through the gateway: what is known of it so far.
+
+Owns the record that the steps of `pipeline` fill in; decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from starlette.types import Send
+
+from pdtrace.recorder import RequestContext, RequestTrace
+from pdtrace.stages import Mark
+from server.gateway.attempts import Attempt, Event
+from server.gateway.mailbox import Mailbox
+from server.gateway.metrics import GatewayMetrics
+from server.gateway.openai_api import Operation
+from server.gateway.relay import OutputStream
+from server.gateway.responder import Responder
+
+NS_PER_S = 1e9
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Call:
+    """A request between its first byte and its end.
+
+    received_ns   CLOCK_MONOTONIC instant of its first byte
+    headers       that its response will carry, whatever it says
+    faults        stage → delay in milliseconds
+    stages        seconds in the gateway's own stages, for the log line and the metrics
+    """
+
+    operation: Operation
+    context: RequestContext
+    trace: RequestTrace
+    received_ns: int
+    send: Send
+    headers: Sequence[tuple[bytes, bytes]]
+    responder: Responder
+    faults: Mapping[str, int] = field(default_factory=dict[str, int])
+    mailbox: Mailbox[Event] = field(default_factory=Mailbox[Event])
+    prompt_ids: tuple[int, ...] = ()
+    max_tokens: int = 0
+    attempt: Attempt | None = None
+    output: OutputStream | None = None
+    stages: dict[str, float] = field(default_factory=dict[str, float])
+    stage_began_ns: int = 0
+    tokenized: bool = False
+    first_write_ns: int | None = None
+    last_write_ns: int | None = None
+
+    @property
+    def admission_key(self) -> str:
+        """Unique per request, whatever id its caller gave."""
+        return self.context.root_span_id
+
+    def stage_ended(self, name: str, at_ns: int) -> None:
+        """A stage that the gateway owns ended; the next one begins."""
+        self.stages[name] = (at_ns - self.stage_began_ns) / NS_PER_S
+        self.stage_began_ns = at_ns
+
+    def wrote(self, at_ns: int, metrics: GatewayMetrics) -> None:
+        """Content bytes went to the client's socket."""
+        if self.first_write_ns is None:
+            self.first_write_ns = at_ns
+            self.trace.mark(Mark.FIRST_TOKEN_SENT, at_ns=at_ns)
+            metrics.first_token(self.operation, (at_ns - self.received_ns) / NS_PER_S)
+        elif self.last_write_ns is not None:
+            metrics.gap(self.operation, (at_ns - self.last_write_ns) / NS_PER_S)
+        self.last_write_ns = at_ns
+
+    def measure(self, metrics: GatewayMetrics) -> None:
+        """Measure a request that completed."""
+        output = self.output
+        if output is None:
+            return
+        metrics.tokens(
+            {
+                "input": len(self.prompt_ids),
+                "output": output.num_tokens,
+                "cached": output.cached_tokens,
+            }
+        )
+        first, last = self.first_write_ns, self.last_write_ns
+        if first is not None and last is not None and last > first and output.num_tokens > 1:
+            metrics.time_per_token(
+                self.operation, (last - first) / NS_PER_S / (output.num_tokens - 1)
+            )

@@ -1,0 +1,116 @@
+"""Ends of a request that only the gateway knows, as exceptions that carry what to answer.
+
+Part of the tree in `server.errors`; each has its stable `code` and HTTP status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pdtrace.stages import Outcome
+from server.errors import (
+    DeadlineExceeded,
+    HandshakeMismatch,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    TransferFailed,
+    WorkerLost,
+)
+from server.wire.messages import LegClosed
+
+CLIENT_DISCONNECTED = "client_disconnected"
+CLIENT_STALLED = "client_stalled"
+NO_WORKER = "no_worker"
+QUEUE_TIMEOUT = "queue_timeout"
+SHUTTING_DOWN = "shutting_down"
+STREAM_INCOMPLETE = "stream_incomplete"
+GATEWAY = "gateway"
+CLIENT = "client"
+
+
+class ClientGone(RequestError):  # noqa: N818 -- an end, not an error
+    """The client closed its connection, or stopped reading. Nobody is left to answer."""
+
+    code = CLIENT_DISCONNECTED
+
+    def __init__(self, message: str, *, code: str = CLIENT_DISCONNECTED) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class QueueTimedOut(DeadlineExceeded):
+    """The request waited in the gateway's queue for longer than `gateway_queue_s`."""
+
+    http_status = 503
+    retry_after_s = 1
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message, stage="gateway.queue")
+        self.code = code
+
+
+class LegFailed(RequestError):  # noqa: N818 -- named after what happened, as its siblings are
+    """A worker ended its leg without completing it.
+
+    outcome   `failed`, `timed_out`, `cancelled`, … as the worker said
+    by        who ended it
+    """
+
+    def __init__(self, message: str, *, code: str, outcome: Outcome, by: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.outcome = outcome
+        self.by = by
+        self.http_status = _STATUS_BY_CODE.get(code, _STATUS_BY_OUTCOME.get(outcome, 502))
+
+    @classmethod
+    def of(cls, closed: LegClosed) -> LegFailed:
+        """The failure that `closed` reports; a leg that completed too early is one as well."""
+        if closed.outcome == Outcome.COMPLETED:
+            return cls(
+                f"{closed.instance} closed the request before its last token.",
+                code=STREAM_INCOMPLETE,
+                outcome=Outcome.FAILED,
+                by=closed.instance,
+            )
+        try:
+            outcome = Outcome(closed.outcome)
+        except ValueError:
+            outcome = Outcome.FAILED
+        return cls(
+            closed.message or f"{closed.instance} closed the request: {closed.reason}",
+            code=closed.reason or "request_failed",
+            outcome=outcome,
+            by=closed.by or closed.instance,
+        )
+
+
+_STATUS_BY_CODE: Mapping[str, int] = {
+    error.code: error.http_status
+    for error in (HandshakeMismatch, DeadlineExceeded, TransferFailed, WorkerLost, Overloaded)
+} | {SHUTTING_DOWN: 503, "draining": 503}
+_STATUS_BY_OUTCOME: Mapping[str, int] = {
+    Outcome.TIMED_OUT: 504,
+    Outcome.FAILED: 502,
+    Outcome.LOST: 502,
+    Outcome.CANCELLED: 502,
+    Outcome.REJECTED: 503,
+}
+
+
+def outcome_of(error: RequestError, *, dispatched: bool) -> tuple[Outcome, str]:
+    """The terminal outcome that `error` means, and who ended the request."""
+    if isinstance(error, ClientGone):
+        return Outcome.CANCELLED, CLIENT
+    if isinstance(error, DeadlineExceeded):
+        return Outcome.TIMED_OUT, GATEWAY
+    if isinstance(error, LegFailed):
+        # A worker's cancel that nobody here asked for is a failure of this request.
+        failed = error.outcome in (Outcome.CANCELLED, Outcome.COMPLETED)
+        return (Outcome.FAILED if failed else error.outcome), error.by
+    if isinstance(error, InvalidRequest):
+        return Outcome.REJECTED, CLIENT
+    if isinstance(error, Overloaded) and not dispatched:
+        return Outcome.REJECTED, GATEWAY
+    return Outcome.FAILED, GATEWAY

@@ -1,0 +1,91 @@
+"""GET /health: whether every process of the server makes progress, and which does not.
+
+Owns the verdict; where it comes from is `registry`. Health is about progress, not about load: a
+server that refuses work because it is full is healthy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pdtrace.stages import Role
+from server.config import COLOCATED, Settings
+from server.gateway.registry import MemberReport, MemberState
+
+if TYPE_CHECKING:
+    from server.gateway.pipeline import Gateway
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthReport:
+    """`missing`: processes that never announced themselves, by role."""
+
+    members: Sequence[MemberReport]
+    missing: Mapping[str, int]
+    stopping: bool
+
+    @property
+    def healthy(self) -> bool:
+        ready = all(member.state is MemberState.READY for member in self.members)
+        return ready and not self.missing and not self.stopping
+
+    def body(self) -> dict[str, Any]:
+        """JSON body of GET /health."""
+        return {
+            "status": "ok" if self.healthy else "unhealthy",
+            "processes": [
+                {
+                    "instance": "gateway",
+                    "role": Role.GATEWAY.value,
+                    "state": MemberState.DRAINING if self.stopping else MemberState.READY,
+                    "last_progress_age_s": 0.0,  # it has just handled this request
+                    "reason": "is shutting down" if self.stopping else None,
+                },
+                *(
+                    {
+                        "instance": member.instance,
+                        "role": member.role,
+                        "state": member.state,
+                        "last_progress_age_s": round(member.progress_age_s, 3),
+                        "reason": member.reason,
+                    }
+                    for member in self.members
+                ),
+                *(
+                    {
+                        "instance": f"{count} more",
+                        "role": role,
+                        "state": "missing",
+                        "last_progress_age_s": None,
+                        "reason": "has not announced itself",
+                    }
+                    for role, count in self.missing.items()
+                ),
+            ],
+        }
+
+
+def expected_processes(settings: Settings) -> Mapping[str, int]:
+    """Processes that report to the gateway, by role."""
+    if settings.mode == COLOCATED:
+        return {Role.WORKER: settings.workers}
+    return {
+        Role.PREFILL: settings.prefill,
+        Role.TRANSFER: 2 if settings.transfer == "tcp" else 1,
+        Role.DECODE: settings.decode,
+    }
+
+
+def health_of(gateway: Gateway) -> HealthReport:
+    """The report of this instant."""
+    members = gateway.cluster.reports()
+    heard = Counter(member.role for member in members)
+    missing = {
+        role: count - heard[role]
+        for role, count in expected_processes(gateway.settings).items()
+        if heard[role] < count
+    }
+    return HealthReport(members=members, missing=missing, stopping=gateway.stopping)

@@ -1,0 +1,184 @@
+"""What the gateway counts and measures, for GET /metrics.
+
+Owns metric names, labels and buckets. Names that OpenTelemetry's GenAI conventions define are used
+in their Prometheus form. Seconds and tokens; request ids are never labels. A mistake in here is
+counted, and never reaches a request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
+
+from pdtrace.stages import Outcome
+from server.gateway.openai_api import Operation
+from server.gateway.registry import MemberReport, MemberState
+
+BUCKETS_S = (
+    0.000_25, 0.000_5, 0.001_5, 0.002_5, 0.005, 0.007_5, 0.015, 0.025, 0.035, 0.05, 0.075, 0.1,
+    0.15, 0.2, 0.3, 0.5, 0.75, 1.25, 1.75, 2.5, 3.5, 5.5, 7.5, 12.5, 25.5, 45.5, 90.5, 180.5, 360.5,
+)  # fmt: skip
+"""Upper edges, seconds, for every duration. No whole numbers: `le="1"` and `le="1.0"` are different
+labels to Prometheus, and clients disagree on which to write."""
+
+MEASURED_STAGES = ("gateway.ingest", "gateway.queue", "gateway.route", "gateway.dispatch")
+
+_logger = logging.getLogger(__name__)
+
+
+class GatewayMetrics:
+    """The gateway's metrics in a registry of their own.
+
+    `members`, `in_flight` and `waiting` are asked when somebody scrapes.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        in_flight: Callable[[], int],
+        waiting: Callable[[], int],
+        members: Callable[[], Iterable[MemberReport]],
+    ) -> None:
+        self.registry = CollectorRegistry(auto_describe=True)
+        self._model = model
+        self._members = members
+        self._logged = False
+        labels = ("gen_ai_operation_name", "gen_ai_request_model")
+
+        def seconds(name: str, doc: str, labelnames: Iterable[str] = labels) -> Histogram:
+            return Histogram(
+                name, doc, labelnames=labelnames, buckets=BUCKETS_S, registry=self.registry
+            )
+
+        self._ttft = seconds(
+            "gen_ai_server_time_to_first_token_seconds",
+            "First request byte received to first content bytes written.",
+        )
+        self._tpot = seconds(
+            "gen_ai_server_time_per_output_token_seconds",
+            "(Last minus first content write) / (tokens - 1), of streams with two writes or more.",
+        )
+        self._duration = seconds(
+            "gen_ai_server_request_duration_seconds",
+            "First request byte received to the end of the request.",
+            (*labels, "error_type"),
+        )
+        self._gap = seconds(
+            "pd_inter_token_gap_seconds", "Time between two writes of content to a stream."
+        )
+        self._stage = seconds(
+            "pd_gateway_stage_seconds", "Time in the stages that the gateway owns alone.", ["stage"]
+        )
+        self._requests = Counter(
+            "pd_requests",
+            "Requests that ended, by terminal outcome and its reason.",
+            ("gen_ai_operation_name", "outcome", "reason"),
+            registry=self.registry,
+        )
+        self._tokens = Counter(
+            "pd_tokens",
+            "Tokens of requests that were served: input, output, and input found in a cache.",
+            ["type"],
+            registry=self.registry,
+        )
+        self._ignored = Counter(
+            "pd_gateway_ignored_messages",
+            "Messages that came too late, twice or for nobody.",
+            ["type"],
+            registry=self.registry,
+        )
+        self._errors = Counter(
+            "pd_gateway_metrics_errors",
+            "Measurements that were wrong and left out.",
+            registry=self.registry,
+        )
+        Gauge(
+            "pd_requests_in_flight", "Requests admitted and not over.", registry=self.registry
+        ).set_function(in_flight)
+        Gauge(
+            "pd_gateway_queue_depth", "Requests waiting for a place.", registry=self.registry
+        ).set_function(waiting)
+        self._up = Gauge(
+            "pd_process_ready",
+            "1 when the process can take part in a generation.",
+            ("role", "instance"),
+            registry=self.registry,
+        )
+        self._progress = Gauge(
+            "pd_process_last_progress_age_seconds",
+            "Time since its loop last went round, 0 while idle.",
+            ("role", "instance"),
+            registry=self.registry,
+        )
+        # A series that appears with its first event hides that event from rate().
+        for operation in Operation:
+            self._requests.labels(operation, Outcome.COMPLETED, "")
+            self._ttft.labels(operation, model)
+            self._tpot.labels(operation, model)
+            self._gap.labels(operation, model)
+            self._duration.labels(operation, model, "")
+        for stage in MEASURED_STAGES:
+            self._stage.labels(stage)
+        for kind in ("input", "output", "cached"):
+            self._tokens.labels(kind)
+        self._instances: set[tuple[str, str]] = set()
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """Exposition in the format that `accept` prefers, and its content type."""
+        self._guard(self._refresh_members)
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+    def first_token(self, operation: Operation, seconds: float) -> None:
+        self._observe(self._ttft.labels(operation, self._model), seconds)
+
+    def gap(self, operation: Operation, seconds: float) -> None:
+        self._observe(self._gap.labels(operation, self._model), seconds)
+
+    def time_per_token(self, operation: Operation, seconds: float) -> None:
+        self._observe(self._tpot.labels(operation, self._model), seconds)
+
+    def stage(self, name: str, seconds: float) -> None:
+        self._observe(self._stage.labels(name), seconds)
+
+    def ended(self, operation: Operation, outcome: Outcome, reason: str, seconds: float) -> None:
+        """A request is over. `reason` is "" when it completed."""
+        self._guard(lambda: self._requests.labels(operation, outcome, reason).inc())
+        self._observe(self._duration.labels(operation, self._model, reason), seconds)
+
+    def tokens(self, counts: Mapping[str, int]) -> None:
+        """Tokens of a served request by type: input, output, cached."""
+        for kind, count in counts.items():
+            self._guard(lambda kind=kind, count=count: self._tokens.labels(kind).inc(count))
+
+    def ignored(self, kind: str) -> None:
+        self._guard(lambda: self._ignored.labels(kind).inc())
+
+    def _observe(self, histogram: Histogram, seconds: float) -> None:
+        if seconds < 0:
+            self._errors.inc()
+        self._guard(lambda: histogram.observe(max(0.0, seconds)))
+
+    def _guard(self, record: Callable[[], object]) -> None:
+        try:
+            record()
+        except Exception:  # a measurement must never fail a request
+            self._errors.inc()
+            if not self._logged:
+                self._logged = True
+                _logger.exception("a metric could not be recorded; further ones are only counted")
+
+    def _refresh_members(self) -> None:
+        reports = list(self._members())
+        current = {(report.role, report.instance) for report in reports}
+        for gone in self._instances - current:
+            self._up.remove(*gone)
+            self._progress.remove(*gone)
+        self._instances = current
+        for report in reports:
+            self._up.labels(report.role, report.instance).set(report.state is MemberState.READY)
+            self._progress.labels(report.role, report.instance).set(report.progress_age_s)

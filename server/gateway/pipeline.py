@@ -1,0 +1,469 @@
+"""A generation request as ordered steps: ingest, admit, route, dispatch, relay, finish.
+
+Owns the order, the marks between the steps and how each way out ends the request. HTTP is `http`,
+what goes to the client `responder`, places `admission`, pairs `routing`, legs `attempts`.
+
+Instants that the marks stand for
+  RECEIVED           first byte of the request read from the socket (`protocol` stamps it); under an
+                     ASGI server that does not stamp, the moment the application was called
+  FIRST_TOKEN_SENT   the write of the first content bytes returned: for a stream its first delta,
+                     otherwise the body, so that both are what the client measures as first token
+  COMPLETED          the last write returned; for a client that left, both legs closed, or had
+                     `drain_s` to do so
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
+
+from starlette.types import Receive, Send
+
+from pdtrace.recorder import Recorder, RequestContext
+from pdtrace.stages import Gauge, Mark, Mode, Outcome, WaitReason
+from server.config import COLOCATED, Settings
+from server.engine.base import ModelInfo
+from server.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    WorkerLost,
+)
+from server.gateway.admission import Admission
+from server.gateway.attempts import Admitted, Attempt, Event, failure_of
+from server.gateway.call import NS_PER_S, Call
+from server.gateway.cluster import Cluster, Mail
+from server.gateway.dispatch import leg_messages
+from server.gateway.errors import (
+    GATEWAY,
+    NO_WORKER,
+    QUEUE_TIMEOUT,
+    SHUTTING_DOWN,
+    ClientGone,
+    LegFailed,
+    QueueTimedOut,
+    outcome_of,
+)
+from server.gateway.mailbox import Mailbox
+from server.gateway.metrics import GatewayMetrics
+from server.gateway.openai_api import GenerationRequest, Operation
+from server.gateway.openai_bodies import BODIES, Usage
+from server.gateway.prompt import PromptEncoder, output_budget
+from server.gateway.relay import OutputStream
+from server.gateway.responder import Responder, StreamResponder, WholeResponder
+from server.gateway.routing import PairChoice, RouteRequest
+from server.tokenizer import Tokenizer
+from server.wire.messages import Peer, TokenItem
+
+PREFILL_FORWARDS = "prefill"
+SHUTDOWN_ANSWER_S = 2.0
+"""How long requests that were cut off may take to answer and to cancel their legs."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Gateway:
+    """The state that all requests of this process share. Lives on one event loop.
+
+    me          how workers reach this gateway
+    model       of the workers it tokenizes for
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        me: Peer,
+        model: ModelInfo,
+        tokenizer: Tokenizer,
+        mail: Mail,
+        recorder: Recorder,
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self.served_name = settings.served_name or model.name
+        self.created_s = int(time.time())
+        self.stopping = False
+        self.mode = _mode(settings)
+        self.admission = Admission(
+            max_concurrency=settings.max_concurrency, max_queue=settings.max_queue
+        )
+        self.metrics = GatewayMetrics(
+            model=self.served_name,
+            in_flight=lambda: self.admission.in_flight,
+            waiting=lambda: self.admission.waiting,
+            members=lambda: self.cluster.reports(),  # noqa: PLW0108 -- made below
+        )
+        self.cluster = Cluster(
+            settings=settings,
+            me=me,
+            fingerprint=model.fingerprint,
+            mail=mail,
+            ignored=self.metrics.ignored,
+        )
+        self._recorder = recorder
+        self._tokenizer = tokenizer
+        self._encoder = PromptEncoder(tokenizer)
+        self._calls: set[Call] = set()
+        self._no_calls = asyncio.Event()
+        self._no_calls.set()
+
+    def is_ready(self) -> bool:
+        """Whether a generation is possible."""
+        return not self.stopping and self.cluster.num_pairs() > 0
+
+    def tick(self) -> None:
+        """Notice who died, and say in the ring that this loop goes round. Every `heartbeat_s`."""
+        self.cluster.bury_dead()
+        self._recorder.gauge(Gauge.LAST_PROGRESS_NS, time.monotonic_ns())
+        self._recorder.gauge(Gauge.IN_FLIGHT, self.admission.in_flight)
+        self._recorder.gauge(Gauge.WAITING, self.admission.waiting)
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def begin(
+        self,
+        operation: Operation,
+        route: str,
+        *,
+        context: RequestContext,
+        received_ns: int,
+        send: Send,
+        headers: Sequence[tuple[bytes, bytes]],
+    ) -> Call:
+        """Take up a request whose headers are known. `serve` must follow."""
+        trace = self._recorder.begin(context, at_ns=received_ns)
+        trace.mark(Mark.RECEIVED, "POST", route, operation, at_ns=received_ns)
+        return Call(
+            operation=operation,
+            context=context,
+            trace=trace,
+            received_ns=received_ns,
+            stage_began_ns=received_ns,
+            send=send,
+            headers=headers,
+            responder=Responder(send, headers),
+        )
+
+    async def serve(
+        self, call: Call, read: Callable[[], Awaitable[GenerationRequest]], receive: Receive
+    ) -> None:
+        """Answer one request, whatever happens.
+
+        read      reads, checks and parses the request, and sets `call.faults`; raises RequestError
+        receive   tells when the client disconnects, once `read` is through
+        """
+        self._calls.add(call)
+        self._no_calls.clear()
+        watcher: asyncio.Task[None] | None = None
+        try:
+            if self.stopping:
+                raise _shutting_down()
+            request = await read()
+            watcher = asyncio.create_task(_watch(receive, call.mailbox))
+            with self._deadline(call, self._request_timeout, self.settings.deadlines.request_s):
+                await self._generate(call, request)
+        except RequestError as error:
+            await self._fail(call, error)
+        except asyncio.CancelledError:
+            # The HTTP server gave up waiting for this request at shutdown.
+            self._let_go(call, Outcome.FAILED, GATEWAY, SHUTTING_DOWN)
+            self._record_end(call, Outcome.FAILED, SHUTTING_DOWN, GATEWAY)
+            raise
+        except Exception:  # a request boundary
+            _logger.exception("request_id=%s failed in the gateway", call.context.request_id)
+            await self._fail(call, RequestError("The server failed to handle the request."))
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+            call.trace.end()
+            self._calls.discard(call)
+            if not self._calls:
+                self._no_calls.set()
+
+    async def shutdown(self, grace_s: float) -> None:
+        """Take no more requests; give open ones `grace_s`, then end them with an error."""
+        self.stopping = True
+        await self._wait_for_calls(grace_s)
+        for call in self._calls:
+            call.mailbox.interrupt(_shutting_down())
+        await self._wait_for_calls(SHUTDOWN_ANSWER_S)
+        self._encoder.close()
+
+    async def _wait_for_calls(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._no_calls.wait()
+        except TimeoutError:
+            _logger.warning("%d requests are still open", len(self._calls))
+
+    # -- the steps ----------------------------------------------------------------------------
+
+    async def _generate(self, call: Call, request: GenerationRequest) -> None:
+        await self._ingest(call, request)
+        await self._admit(call)
+        choice = await self._route(call)
+        attempt = await self._dispatch(call, request, choice)
+        output = call.output = OutputStream(self._tokenizer, request.stop)
+        await self._relay(call, attempt, output)
+        await self._finish(call, attempt, output)
+
+    async def _ingest(self, call: Call, request: GenerationRequest) -> None:
+        call.responder = self._responder(call, request)
+        call.prompt_ids = await self._encoder.encode(request)
+        call.max_tokens = output_budget(
+            len(call.prompt_ids),
+            request.max_tokens,
+            model=self.model,
+            capacity=self.cluster.kv_capacity(),
+            param="messages" if request.operation is Operation.CHAT else "prompt",
+        )
+        await self._hold(call, "gateway.ingest")
+        now_ns = time.monotonic_ns()
+        call.trace.mark(
+            Mark.TOKENIZED,
+            request.model,
+            len(call.prompt_ids),
+            call.max_tokens,
+            request.stream,
+            self.mode,
+            at_ns=now_ns,
+        )
+        call.tokenized = True
+        call.stage_ended("gateway.ingest", now_ns)
+
+    async def _admit(self, call: Call) -> None:
+        # Held before it takes a place, so that nobody else waits for this request's fault.
+        await self._hold(call, "gateway.queue")
+        seconds = self.settings.deadlines.gateway_queue_s
+        with self._deadline(call, self._queue_timeout, seconds):
+            place = self.admission.enter(
+                call.admission_key,
+                call.context.request_id,
+                lambda: call.mailbox.put(Admitted()),
+            )
+            if place is not None:
+                call.trace.wait(
+                    "gateway.queue",
+                    WaitReason.CONCURRENCY,
+                    needed=1,
+                    free=0,
+                    limit=place.limit,
+                    position=place.position,
+                    blocker=place.blocker,
+                )
+                await call.mailbox.take()
+            if self.cluster.num_pairs() == 0:
+                call.trace.wait("gateway.queue", WaitReason.NO_WORKER, needed=1, free=0)
+                await self.cluster.wait_for_pair(call.mailbox)
+        now_ns = time.monotonic_ns()
+        call.trace.mark(Mark.ADMITTED, self.admission.in_flight, at_ns=now_ns)
+        call.stage_ended("gateway.queue", now_ns)
+
+    async def _route(self, call: Call) -> PairChoice:
+        await self._hold(call, "gateway.route")
+        choice = self.cluster.choose(
+            RouteRequest(prompt_ids=call.prompt_ids, max_tokens=call.max_tokens)
+        )
+        now_ns = time.monotonic_ns()
+        call.trace.mark(
+            Mark.ROUTED,
+            choice.prefill.peer.instance,
+            choice.decode.peer.instance,
+            self.cluster.policy,
+            choice.candidates,
+            choice.reason,
+            at_ns=now_ns,
+        )
+        call.stage_ended("gateway.route", now_ns)
+        return choice
+
+    async def _dispatch(
+        self, call: Call, request: GenerationRequest, choice: PairChoice
+    ) -> Attempt:
+        await self._hold(call, "gateway.dispatch")
+        reserve = min(call.max_tokens, self.settings.reserve_output_tokens)
+        attempt, refused = self.cluster.dispatch(
+            leg_messages(call, request, choice, mode=self.mode, gateway=self.cluster.me),
+            call.context,
+            choice,
+            prompt_len=len(call.prompt_ids),
+            promised_tokens=len(call.prompt_ids) + reserve,
+            mailbox=call.mailbox,
+            on_closed=lambda: self.admission.release(call.admission_key),
+        )
+        call.attempt = attempt
+        if refused is not None:
+            raise WorkerLost(f"{refused.instance} takes no messages.")
+        now_ns = time.monotonic_ns()
+        call.trace.mark(Mark.DISPATCHED, at_ns=now_ns)
+        call.stage_ended("gateway.dispatch", now_ns)
+        return attempt
+
+    async def _relay(self, call: Call, attempt: Attempt, output: OutputStream) -> None:
+        """Tokens to the client until the last one is there. Raises what ended them before."""
+        while output.finish_reason is None:
+            text = ""
+            failure: RequestError | None = None
+            for event in await call.mailbox.take():
+                if isinstance(event, TokenItem):
+                    text += output.feed(event).text
+                elif output.finish_reason is None:
+                    failure = failure_of(event, attempt)
+                if failure is not None or output.finish_reason is not None:
+                    break
+            if text:
+                if call.first_write_ns is None:
+                    await self._hold(call, "hop.token")
+                if await call.responder.write(text):
+                    call.wrote(time.monotonic_ns(), self.metrics)
+            if failure is not None:
+                raise failure
+
+    async def _finish(self, call: Call, attempt: Attempt, output: OutputStream) -> None:
+        await self._hold(call, "gateway.finish")
+        if call.mailbox.interruption is not None:
+            raise call.mailbox.interruption
+        assert output.finish_reason is not None
+        usage = Usage(
+            prompt_tokens=len(call.prompt_ids),
+            completion_tokens=output.num_tokens,
+            cached_tokens=output.cached_tokens,
+        )
+        if await call.responder.finish(output.finish_reason, usage):
+            call.wrote(time.monotonic_ns(), self.metrics)
+        self.cluster.attempts.answered(attempt)
+        call.measure(self.metrics)
+        self._record_end(call, Outcome.COMPLETED, None, None)
+
+    async def _fail(self, call: Call, error: RequestError) -> None:
+        """End the request with `error`: tell the legs, the client and the trace."""
+        outcome, by = outcome_of(error, dispatched=call.attempt is not None)
+        if call.tokenized and not isinstance(error, LegFailed | InvalidRequest):
+            call.trace.abort(outcome, error.code, by)
+        self._let_go(call, outcome, by, error.code)
+        try:
+            if not isinstance(error, ClientGone):
+                await call.responder.fail(error)
+            elif call.attempt is not None:
+                await call.attempt.closed.wait()  # at most drain_s: then the legs count as closed
+        except ClientGone:
+            pass  # it left before it could be told; the outcome is what it was
+        finally:
+            self._record_end(call, outcome, error.code, by)
+
+    def _let_go(self, call: Call, outcome: Outcome, by: str, reason: str) -> None:
+        """Give back what the request holds: its legs now, its place once they are closed."""
+        if call.attempt is None:
+            self.admission.release(call.admission_key)
+        else:
+            self.cluster.attempts.cancel(call.attempt, outcome, reason, by=by)
+            self.cluster.attempts.answered(call.attempt)
+
+    def _record_end(self, call: Call, outcome: Outcome, reason: str | None, by: str | None) -> None:
+        now_ns = time.monotonic_ns()
+        output = call.output
+        call.trace.mark(
+            Mark.COMPLETED,
+            outcome,
+            reason,
+            by,
+            call.responder.status,
+            None if output is None else output.num_tokens,
+            None if output is None else output.finish_reason,
+            None if output is None else output.cached_tokens,
+            at_ns=now_ns,
+        )
+        seconds = (now_ns - call.received_ns) / NS_PER_S
+        self.metrics.ended(call.operation, outcome, reason or "", seconds)
+        for stage, spent_s in call.stages.items():
+            self.metrics.stage(stage, spent_s)
+        _log_end(call, outcome, reason, seconds)
+
+    # -- parts of the steps -------------------------------------------------------------------
+
+    async def _hold(self, call: Call, stage: str) -> None:
+        """A fault hook delays `stage` of this request."""
+        delay_ms = call.faults.get(stage, 0)
+        if delay_ms:
+            call.trace.wait(stage, WaitReason.INJECTED)
+            await call.mailbox.pause(delay_ms / 1000)
+
+    @contextmanager
+    def _deadline(
+        self, call: Call, error: Callable[[Call], RequestError], seconds: float
+    ) -> Generator[None, None, None]:
+        """Interrupt the request with `error` if the block takes longer than `seconds`."""
+        timer = asyncio.get_running_loop().call_later(
+            seconds, lambda: call.mailbox.interrupt(error(call))
+        )
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _queue_timeout(self, _call: Call) -> RequestError:
+        seconds = self.settings.deadlines.gateway_queue_s
+        if self.cluster.num_pairs() == 0:
+            return QueueTimedOut(f"No worker was ready within {seconds:g} s.", code=NO_WORKER)
+        return QueueTimedOut(f"No place came free within {seconds:g} s.", code=QUEUE_TIMEOUT)
+
+    def _request_timeout(self, call: Call) -> RequestError:
+        stage = "gateway.queue" if call.attempt is None else "hop.dispatch"
+        if call.output is not None and call.output.num_tokens:
+            stage = "decode.generate"
+        return DeadlineExceeded(
+            f"The request took longer than {self.settings.deadlines.request_s:g} s.", stage=stage
+        )
+
+    def _responder(self, call: Call, request: GenerationRequest) -> Responder:
+        bodies = BODIES[request.operation](
+            model=request.model,
+            created_s=int(time.time()),
+            fingerprint=f"fp_{self.model.fingerprint[:12]}",
+            include_usage=request.include_usage,
+        )
+        if request.stream:
+            return StreamResponder(
+                call.send, call.headers, bodies=bodies, include_usage=request.include_usage
+            )
+        return WholeResponder(call.send, call.headers, bodies=bodies)
+
+
+def _mode(settings: Settings) -> Mode:
+    if settings.mode == COLOCATED:
+        return Mode.COLOCATED
+    return Mode.PD_EARLY if settings.first_token == PREFILL_FORWARDS else Mode.PD
+
+
+def _shutting_down() -> Overloaded:
+    return Overloaded("The server is shutting down.", code=SHUTTING_DOWN)
+
+
+async def _watch(receive: Receive, mailbox: Mailbox[Event]) -> None:
+    """Interrupt the request when its client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    mailbox.interrupt(ClientGone("The client closed the connection."))
+
+
+def _log_end(call: Call, outcome: Outcome, reason: str | None, seconds: float) -> None:
+    first = call.first_write_ns
+    _logger.info(
+        "request_id=%s trace_id=%s outcome=%s reason=%s status=%s prompt_tokens=%d "
+        "output_tokens=%d seconds=%.4f first_token=%s %s",
+        call.context.request_id,
+        call.context.trace_id,
+        outcome.value,
+        reason or "-",
+        call.responder.status or "-",
+        len(call.prompt_ids),
+        call.output.num_tokens if call.output is not None else 0,
+        seconds,
+        "-" if first is None else f"{(first - call.received_ns) / NS_PER_S:.4f}",
+        " ".join(f"{stage}={spent_s:.4f}" for stage, spent_s in call.stages.items()),
+    )

@@ -1,0 +1,246 @@
+"""Which processes there are and how they are, from their heartbeats.
+
+Owns the members' states; knows nothing of requests, sockets or which worker is best. A process that
+starts again under the same name has another incarnation and is another worker. Times are seconds
+on the monotonic clock, given by the caller.
+
+    loading ─▶ ready ⇄ stalled          ready: beats, says what it serves, its loop goes round
+       │         │        │             stalled: beats, has work, but its loop stands still
+       ▼         ▼        ▼
+     dead ◀── draining ◀──┘             dead: no heartbeat for `dead_after_s`; a beat revives it
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdtrace.stages import Role
+from server.gateway.routing import ClusterSnapshot, WorkerSnapshot
+from server.wire.messages import Heartbeat, Peer
+
+_REMEMBERED_INCARNATIONS = 256
+
+
+class MemberState(StrEnum):
+    READY = "ready"
+    LOADING = "loading"
+    DRAINING = "draining"
+    STALLED = "stalled"
+    INCOMPATIBLE = "incompatible"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberReport:
+    """One process at one instant.
+
+    progress_age_s    seconds since its loop last went round, 0 while it is idle and beating
+    heartbeat_age_s   seconds since its last heartbeat
+    reason            why it is not ready, None when it is
+    """
+
+    instance: str
+    role: str
+    state: MemberState
+    progress_age_s: float
+    heartbeat_age_s: float
+    reason: str | None
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerUse:
+    """What this gateway has on a worker: the part of its load that heartbeats say too late.
+
+    pending_tokens   prompt tokens whose first token has not come
+    in_flight        requests
+    promised_pages   KV pages those may take
+    """
+
+    pending_tokens: int = 0
+    in_flight: int = 0
+    promised_pages: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCapacity:
+    """Tokens of one sequence that fit: its prompt while it is prefilled, all of it in decode.
+
+    None where no live worker has said.
+    """
+
+    prompt_tokens: int | None
+    total_tokens: int | None
+
+
+@dataclass(slots=True)
+class _Member:
+    heartbeat: Heartbeat
+    seen_s: float
+    announced_dead: bool = False
+
+
+class Registry:
+    """Members by instance name.
+
+    fingerprint       of the model this gateway tokenizes for: workers of another are no use
+    num_transfers     transfer processes without which no generation is possible
+    """
+
+    def __init__(
+        self,
+        *,
+        fingerprint: str,
+        colocated: bool,
+        num_transfers: int,
+        dead_after_s: float,
+        stalled_after_s: float,
+    ) -> None:
+        self._fingerprint = fingerprint
+        self._colocated = colocated
+        self._num_transfers = num_transfers
+        self._dead_after_s = dead_after_s
+        self._stalled_after_s = stalled_after_s
+        self._members: dict[str, _Member] = {}
+        self._retired: deque[str] = deque(maxlen=_REMEMBERED_INCARNATIONS)
+
+    def observe(self, heartbeat: Heartbeat, now_s: float) -> Peer | None:
+        """Take in a heartbeat; returns the peer it replaces, if it is another incarnation.
+
+        Beats that come late (an older number, a replaced incarnation) change nothing.
+        """
+        peer = heartbeat.peer
+        if peer.incarnation in self._retired:
+            return None
+        known = self._members.get(peer.instance)
+        replaced: Peer | None = None
+        if known is not None:
+            if known.heartbeat.peer.incarnation != peer.incarnation:
+                replaced = known.heartbeat.peer
+                self._retired.append(replaced.incarnation)
+            elif heartbeat.seq <= known.heartbeat.seq:
+                return None
+        self._members[peer.instance] = _Member(heartbeat, now_s)
+        return replaced
+
+    def newly_dead(self, now_s: float) -> list[Peer]:
+        """Peers that died since the last call: each death is told once."""
+        dead: list[Peer] = []
+        for member in self._members.values():
+            if not member.announced_dead and now_s - member.seen_s > self._dead_after_s:
+                member.announced_dead = True
+                dead.append(member.heartbeat.peer)
+        return dead
+
+    def is_current(self, peer: Peer) -> bool:
+        """Whether `peer` is the live incarnation of its name, as far as is known."""
+        member = self._members.get(peer.instance)
+        return (
+            member is not None
+            and member.heartbeat.peer.incarnation == peer.incarnation
+            and not member.announced_dead
+        )
+
+    def reports(self, now_s: float) -> list[MemberReport]:
+        """All members, in order of name."""
+        return [self._report(member, now_s) for _, member in sorted(self._members.items())]
+
+    def snapshot(self, now_s: float, use: Mapping[str, WorkerUse]) -> ClusterSnapshot:
+        """Workers that may be given work; none while a transfer process is missing.
+
+        use   what this gateway has on each incarnation
+        """
+        ready = [
+            member
+            for member in self._members.values()
+            if self._state(member, now_s)[0] is MemberState.READY
+        ]
+        if sum(member.heartbeat.role == Role.TRANSFER for member in ready) < self._num_transfers:
+            ready = []
+        by_role = {
+            role: tuple(
+                _snapshot(member.heartbeat, use.get(member.heartbeat.peer.incarnation))
+                for member in ready
+                if member.heartbeat.role == role
+            )
+            for role in (Role.PREFILL, Role.DECODE, Role.WORKER)
+        }
+        if self._colocated:
+            workers = by_role[Role.WORKER]
+            return ClusterSnapshot(prefill=workers, decode=workers, colocated=True)
+        return ClusterSnapshot(prefill=by_role[Role.PREFILL], decode=by_role[Role.DECODE])
+
+    def kv_capacity(self, now_s: float) -> KvCapacity:
+        """What the largest pool of each role holds; dead workers do not count."""
+        tokens: dict[str, int] = {}
+        for member in self._members.values():
+            beat = member.heartbeat
+            if beat.layout is None or now_s - member.seen_s > self._dead_after_s:
+                continue
+            held = beat.load.pages_total * beat.layout.page_size
+            tokens[beat.role] = max(held, tokens.get(beat.role, 0))
+        if self._colocated:
+            held = tokens.get(Role.WORKER) or None
+            return KvCapacity(prompt_tokens=held, total_tokens=held)
+        return KvCapacity(
+            prompt_tokens=tokens.get(Role.PREFILL) or None,
+            total_tokens=tokens.get(Role.DECODE) or None,
+        )
+
+    def _report(self, member: _Member, now_s: float) -> MemberReport:
+        state, reason = self._state(member, now_s)
+        return MemberReport(
+            instance=member.heartbeat.peer.instance,
+            role=member.heartbeat.role,
+            state=state,
+            progress_age_s=self._progress_age_s(member, now_s),
+            heartbeat_age_s=max(0.0, now_s - member.seen_s),
+            reason=reason,
+        )
+
+    def _progress_age_s(self, member: _Member, now_s: float) -> float:
+        """An idle loop that beats is as fresh as its heartbeat is due."""
+        silent_s = max(0.0, now_s - member.seen_s)
+        beat = member.heartbeat
+        if beat.busy or silent_s > self._dead_after_s:
+            return beat.progress_age_s + silent_s
+        return beat.progress_age_s
+
+    def _state(self, member: _Member, now_s: float) -> tuple[MemberState, str | None]:
+        beat = member.heartbeat
+        silent_s = now_s - member.seen_s
+        if silent_s > self._dead_after_s:
+            return MemberState.DEAD, f"no heartbeat for {silent_s:.1f} s"
+        if beat.draining:
+            return MemberState.DRAINING, "is shutting down"
+        age_s = self._progress_age_s(member, now_s)
+        if beat.busy and age_s > self._stalled_after_s:
+            return MemberState.STALLED, f"has work but made no progress for {age_s:.1f} s"
+        if beat.role == Role.TRANSFER:
+            return MemberState.READY, None
+        if beat.info is None or beat.layout is None:
+            return MemberState.LOADING, "has not loaded its model"
+        if beat.info.fingerprint != self._fingerprint:
+            return (
+                MemberState.INCOMPATIBLE,
+                f"serves model {beat.info.name} ({beat.info.fingerprint[:12]}), "
+                f"this gateway tokenizes for {self._fingerprint[:12]}",
+            )
+        return MemberState.READY, None
+
+
+def _snapshot(beat: Heartbeat, use: WorkerUse | None) -> WorkerSnapshot:
+    assert beat.info is not None
+    assert beat.layout is not None
+    use = use or WorkerUse()
+    return WorkerSnapshot(
+        peer=beat.peer,
+        fingerprint=beat.info.fingerprint,
+        layout=beat.layout,
+        load=beat.load,
+        pending_tokens=use.pending_tokens,
+        in_flight=use.in_flight,
+        promised_pages=use.promised_pages,
+    )

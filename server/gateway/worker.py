@@ -1,0 +1,162 @@
+"""The gateway process: `run(config)`.
+
+Owns what lives as long as the process (event loop, sockets, ring, HTTP server) and its stopping:
+a signal makes it not ready, lets open requests finish for `drain_s`, ends the rest with an error,
+and exits with 0. A second signal skips the waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Generator
+
+import uvicorn
+
+from pdtrace.recorder import Recorder
+from pdtrace.stages import Role
+from server.config import ProcessConfig
+from server.engine.loader import load_model_info
+from server.errors import StartError
+from server.gateway.http import create_app
+from server.gateway.pipeline import Gateway
+from server.gateway.protocol import GatewayProtocol
+from server.tokenizer import load_tokenizer
+from server.wire.messages import Peer
+from server.wire.sockets import AsyncInbox, Outbox
+
+KEEP_ALIVE_S = 65  # longer than the usual 60 s of load balancers, so that they close first
+HTTP_STOP_S = 2
+MAX_HEAD_BYTES = 64 * 1024
+STOP_GRACE_S = 5.0
+
+_logger = logging.getLogger(__name__)
+
+
+def run(config: ProcessConfig) -> None:
+    """Serve until SIGTERM or SIGINT. Raises StartError or ModelError when it cannot start."""
+    # uvicorn reports its own start and stop; what matters of them is said here.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    listener = _listener(config)
+    try:
+        asyncio.run(_serve(config, listener))
+    finally:
+        listener.close()
+
+
+async def _serve(config: ProcessConfig, listener: socket.socket) -> None:
+    settings = config.settings
+    model = load_model_info(settings.model)
+    tokenizer = load_tokenizer(settings.model)
+    inbox = AsyncInbox(config.endpoint)
+    outbox = Outbox()
+    recorder = Recorder.disabled()
+    try:
+        if settings.record:
+            recorder = Recorder.open(
+                settings.rings_path, role=Role.GATEWAY, instance=config.instance
+            )
+        gateway = Gateway(
+            settings=settings,
+            me=Peer(
+                instance=config.instance,
+                endpoint=config.endpoint,
+                incarnation=config.incarnation,
+            ),
+            model=model,
+            tokenizer=tokenizer,
+            mail=outbox,
+            recorder=recorder,
+        )
+        server = HttpServer(gateway)
+        tasks = [
+            asyncio.create_task(_deliver(inbox, gateway)),
+            asyncio.create_task(_tick(gateway, settings.heartbeat_s)),
+            asyncio.create_task(_stop_on_signal(gateway, server)),
+        ]
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        inbox.close()
+        outbox.close()
+        recorder.close()
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn that leaves signals to us and speaks our protocol."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        super().__init__(
+            uvicorn.Config(
+                create_app(gateway),
+                http=GatewayProtocol,
+                ws="none",
+                lifespan="off",
+                loop="asyncio",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=HTTP_STOP_S,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def _listener(config: ProcessConfig) -> socket.socket:
+    """The public socket: the launcher's, or one made here."""
+    if config.http_fd is not None:
+        return socket.socket(fileno=config.http_fd)
+    host, port = config.settings.host, config.settings.port
+    try:
+        return socket.create_server((host, port), backlog=512)
+    except OSError as error:
+        raise StartError(
+            f"port {port} on {host} cannot be used ({error.strerror}): choose another with --port"
+        ) from error
+
+
+async def _deliver(inbox: AsyncInbox, gateway: Gateway) -> None:
+    while True:
+        for received in await inbox.receive():
+            try:
+                gateway.cluster.deliver(received.message)
+            except Exception:  # one message must not stop the others
+                _logger.exception("%s could not be handled", type(received.message).__name__)
+
+
+async def _tick(gateway: Gateway, every_s: float) -> None:
+    while True:
+        try:
+            gateway.tick()
+        except Exception:  # deaths must go on being noticed
+            _logger.exception("the gateway's clock failed; it goes on")
+        await asyncio.sleep(every_s)
+
+
+async def _stop_on_signal(gateway: Gateway, server: HttpServer) -> None:
+    loop = asyncio.get_running_loop()
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    await signals.get()
+    hurried = asyncio.create_task(signals.get())
+    stopped = asyncio.create_task(
+        gateway.shutdown(min(STOP_GRACE_S, gateway.settings.deadlines.drain_s))
+    )
+    await asyncio.wait((hurried, stopped), return_when=asyncio.FIRST_COMPLETED)
+    hurried.cancel()
+    stopped.cancel()
+    server.should_exit = True
