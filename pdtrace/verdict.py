@@ -180,6 +180,7 @@ def judge(
     chosen = _chosen(timeline, kind, assessments, stall)
     wait = _wait(timeline, chosen.leaf) if chosen else None
     cause = describe_wait(wait) if wait else None
+    detail = _detail(timeline, chosen.leaf) if chosen else None
     peers = chosen.usual.peers if chosen and chosen.usual else 0
     notes = tuple(_notes(timeline, kind, peers, policy))
     excess = chosen.excess_ns if chosen and chosen.usual else None
@@ -193,7 +194,7 @@ def judge(
         kind=kind,
         stage=chosen.leaf.name if chosen else None,
         chain_stage=chosen.leaf.outer if chosen else None,
-        detail=_detail(timeline, chosen.leaf) if chosen else None,
+        detail=detail,
         stage_ns=chosen.leaf.ns if chosen else 0,
         usual_ns=round(chosen.usual.ns) if chosen and chosen.usual else None,
         excess_ns=excess,
@@ -207,7 +208,7 @@ def judge(
         peers=peers,
         notes=notes,
         assessments=assessments,
-        sentence=_sentence(timeline, kind, chosen, stall, cause),
+        sentence=_sentence(timeline, kind, chosen=chosen, stall=stall, detail=detail, cause=cause),
     )
 
 
@@ -343,8 +344,10 @@ def _counterfactual(timeline: Timeline, stall: Assessment) -> int:
 def _sentence(
     timeline: Timeline,
     kind: VerdictKind,
+    *,
     chosen: Assessment | None,
     stall: Assessment | None,
+    detail: str | None,
     cause: str | None,
 ) -> str:
     name = timeline.request_id or timeline.trace_id
@@ -367,15 +370,17 @@ def _sentence(
             return sentence
         case VerdictKind.STALLED:
             share = chosen.excess_ns / timeline.total_ns
-            sentence = f"{name} stalled in {stage}: {_excess(chosen)}, {share:.0%} of the request."
+            mostly = f" (mostly {detail})" if detail else ""
+            sentence = f"{name} stalled in {stage}{mostly}: {_excess(chosen)}"
+            sentence += f", {share:.0%} of the request."
             return f"{sentence}{because} {_without_stall(timeline, chosen)}"
         case VerdictKind.HEALTHY:
             return f"{name} is not stalled: {total}, of which {stage} took {took} ({share:.0%})."
         case VerdictKind.UNKNOWN:
-            return (
-                f"{name} took {total}, most of it in {stage}: {took} ({share:.0%}).{because} "
-                "There is no other request to say whether that is slow."
-            )
+            why = "There is no other request to say whether that is slow."
+            if chosen.usual is not None:
+                why = "Its outcome is not known."
+            return f"{name} took {total}, most in {stage}: {took} ({share:.0%}).{because} {why}"
 
 
 def _without_stall(timeline: Timeline, stall: Assessment) -> str:
@@ -383,7 +388,7 @@ def _without_stall(timeline: Timeline, stall: Assessment) -> str:
     total = seconds_text(timeline.total_ns)
     if shorter < timeline.total_ns - stall.excess_ns // 2:
         return (
-            f"At its usual time the request would have taken {seconds_text(shorter)}, not {total}."
+            f"Without this excess it would have taken {seconds_text(shorter)} instead of {total}."
         )
     late = seconds_text(stall.excess_ns)
     return f"Other stages ran meanwhile: the first token came {late} late, the last one did not."

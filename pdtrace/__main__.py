@@ -1,0 +1,5 @@
+"""`python -m pdtrace` is the `pdtrace` command."""
+
+from pdtrace.cli import main
+
+main()

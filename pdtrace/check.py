@@ -1,0 +1,301 @@
+"""Whether a recording keeps what pdtrace promises: time adds up, ids agree, nothing is missing.
+
+Owns rules over a whole recording; rules over one request are `pdtrace.violations`'s. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pdtrace import semconv as a
+from pdtrace.attributes import text
+from pdtrace.placement import is_attempt, is_root, split_requests, stage_of
+from pdtrace.sources import Recording
+from pdtrace.spans import Trace
+from pdtrace.stages import Mode, Outcome, Role
+from pdtrace.timeline import Timeline, build_timeline
+from pdtrace.violations import ViolationKind
+
+MAX_UNEXPLAINED_SHARE = 0.01
+MAX_EXAMPLES = 5
+
+_V = ViolationKind
+_RULES: tuple[tuple[str, str, tuple[ViolationKind, ...]], ...] = (
+    ("root", "each request has one root span", (_V.NO_ROOT, _V.TWO_ROOTS)),
+    ("parents", "parents exist and lead to the request", (_V.MISSING_PARENT, _V.ORPHAN)),
+    ("durations", "no span ends before it begins", (_V.NEGATIVE,)),
+    (
+        "order",
+        "chain stages keep their order and do not overlap",
+        (_V.OVERLAP, _V.OUT_OF_ORDER, _V.REPEATED),
+    ),
+    ("bounds", "stages lie inside their request", (_V.OUTSIDE_ROOT,)),
+    ("stages", "completed requests have every stage", (_V.MISSING_STAGE,)),
+    ("marks", "no impossible marks were recorded", (_V.IMPOSSIBLE_MARKS,)),
+    ("request_id", "no span carries another request's id", (_V.MIXED_REQUEST_IDS,)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One rule's result. `checked` and `broken` count requests, unless the title says otherwise."""
+
+    name: str
+    title: str
+    checked: int
+    broken: int
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """The result for one recording.
+
+    unexplained_ns, total_ns   over all requests
+    outcomes                   requests by outcome; `unknown` where it was not recorded
+    orphans                    spans without a parent, or whose ancestors miss the request
+    notes                      what the reader could not use
+    """
+
+    source: str
+    requests: int
+    traces: int
+    spans: int
+    unexplained_ns: int
+    total_ns: int
+    outcomes: Mapping[str, int]
+    orphans: int
+    rules: tuple[Rule, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(rule.broken == 0 for rule in self.rules)
+
+    @property
+    def unexplained_share(self) -> float:
+        return self.unexplained_ns / self.total_ns if self.total_ns else 0.0
+
+    @property
+    def sentence(self) -> str:
+        if self.ok:
+            return f"{self.requests} requests keep all {len(self.rules)} rules."
+        broken = [rule.name for rule in self.rules if rule.broken]
+        return f"{len(broken)} of {len(self.rules)} rules are broken: {', '.join(broken)}."
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Sentences on size, outcomes and unexplained time."""
+        outcomes = ", ".join(f"{count} {name}" for name, count in self.outcomes.items())
+        return (
+            f"{self.requests} requests in {self.traces} traces, {self.spans} spans: {outcomes}.",
+            f"Unexplained: {self.unexplained_share:.4%} of the requests' time.",
+        )
+
+    def document(self) -> dict[str, Any]:
+        """The report as one JSON object (`pdtrace check --json`)."""
+        return {
+            "schema": "pdtrace.check/1",
+            "source": self.source,
+            "ok": self.ok,
+            "requests": self.requests,
+            "traces": self.traces,
+            "spans": self.spans,
+            "outcomes": dict(self.outcomes),
+            "orphans": self.orphans,
+            "total_ns": self.total_ns,
+            "unexplained_ns": self.unexplained_ns,
+            "unexplained_share": self.unexplained_share,
+            "rules": [
+                {
+                    "name": rule.name,
+                    "title": rule.title,
+                    "checked": rule.checked,
+                    "broken": rule.broken,
+                    "examples": list(rule.examples),
+                }
+                for rule in self.rules
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def check_recording(recording: Recording) -> CheckReport:
+    """Check everything a source held. A recording without requests keeps no rule."""
+    requests = [part for trace in recording.traces for part in split_requests(trace)]
+    timelines = [build_timeline(part) for part in requests]
+    problems = recording.problems
+    rules = [
+        _rule(
+            "requests",
+            "the recording holds requests",
+            1,
+            [] if timelines else ["no request was found"],
+        ),
+        _rule(
+            "readable",
+            "lines could be read whole (counts lines)",
+            recording.lines,
+            problems.sentences() if problems.lossy else [],
+            broken=problems.bad_line_count
+            + problems.bad_spans
+            + problems.conflicts
+            + len(problems.cut_files),
+        ),
+        _partition(timelines),
+        _unexplained(timelines),
+        *(_by_kind(name, title, kinds, timelines) for name, title, kinds in _RULES),
+        _ids_present(requests, timelines),
+        _one_trace_per_request(timelines),
+        _roles(timelines),
+        _complete(timelines),
+    ]
+    outcomes = Counter(t.outcome.value if t.outcome else "unknown" for t in timelines)
+    parentless = {ViolationKind.ORPHAN, ViolationKind.MISSING_PARENT}
+    return CheckReport(
+        source=recording.source,
+        requests=len(timelines),
+        traces=len(recording.traces),
+        spans=recording.spans,
+        unexplained_ns=sum(t.unexplained_ns for t in timelines),
+        total_ns=sum(t.total_ns for t in timelines),
+        outcomes=dict(sorted(outcomes.items())),
+        orphans=sum(v.kind in parentless for t in timelines for v in t.violations),
+        rules=tuple(rules),
+        notes=tuple(problems.sentences()),
+    )
+
+
+def _rule(
+    name: str, title: str, checked: int, breaches: Sequence[str], broken: int | None = None
+) -> Rule:
+    return Rule(
+        name=name,
+        title=title,
+        checked=checked,
+        broken=len(breaches) if broken is None else broken,
+        examples=tuple(breaches[:MAX_EXAMPLES]),
+    )
+
+
+def _name(timeline: Timeline) -> str:
+    return timeline.request_id or f"trace {timeline.trace_id}"
+
+
+def _each(
+    name: str, title: str, timelines: Sequence[Timeline], breach: Callable[[Timeline], str | None]
+) -> Rule:
+    """A rule that each request keeps or breaks; `breach` says how, or None."""
+    found = [f"{_name(t)}: {what}" for t in timelines if (what := breach(t))]
+    return _rule(name, title, len(timelines), found)
+
+
+def _by_kind(
+    name: str, title: str, kinds: tuple[ViolationKind, ...], timelines: Sequence[Timeline]
+) -> Rule:
+    def breach(timeline: Timeline) -> str | None:
+        found = [v.message for v in timeline.violations if v.kind in kinds]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        return found[0] + more if found else None
+
+    return _each(name, title, timelines, breach)
+
+
+def _partition(timelines: Sequence[Timeline]) -> Rule:
+    def breach(timeline: Timeline) -> str | None:
+        parts = sum(part.ns for part in timeline.parts)
+        if parts != timeline.total_ns or any(part.ns < 0 for part in timeline.parts):
+            return f"parts sum to {parts} ns of {timeline.total_ns} ns"
+        at = 0
+        for segment in timeline.segments:
+            if segment.begin_ns != at or segment.end_ns <= at:
+                return f"the partition has a gap or an overlap at {at} ns"
+            at = segment.end_ns
+        return None if at == timeline.total_ns else f"the partition ends at {at} ns"
+
+    return _each("partition", "the parts of each request sum to the whole", timelines, breach)
+
+
+def _unexplained(timelines: Sequence[Timeline]) -> Rule:
+    total = sum(t.total_ns for t in timelines)
+    unexplained = sum(t.unexplained_ns for t in timelines)
+    breaches: list[str] = []
+    if unexplained > MAX_UNEXPLAINED_SHARE * total:
+        worst = sorted(timelines, key=lambda t: -t.unexplained_ns)
+        breaches = [
+            f"{_name(t)}: {t.unexplained_ns / t.total_ns:.1%} of {t.total_ns / 1e9:.3f} s"
+            for t in worst
+            if t.unexplained_ns
+        ]
+    return _rule(
+        "unexplained",
+        f"at most {MAX_UNEXPLAINED_SHARE:.0%} of all time is unexplained (counts the recording)",
+        1,
+        breaches,
+        broken=1 if breaches else 0,
+    )
+
+
+def _ids_present(requests: Sequence[Trace], timelines: Sequence[Timeline]) -> Rule:
+    breaches: list[str] = []
+    for trace, timeline in zip(requests, timelines, strict=True):
+        silent = {
+            span.resource.service_name
+            for span in trace.spans
+            if (stage_of(span) or is_root(span) or is_attempt(span))
+            and text(span.attributes, a.REQUEST_ID) is None
+        }
+        if silent:
+            breaches.append(f"{_name(timeline)}: no request id on spans of {_listed(silent)}")
+    return _rule(
+        "identified", "every process puts the request id on its spans", len(requests), breaches
+    )
+
+
+def _one_trace_per_request(timelines: Sequence[Timeline]) -> Rule:
+    traces: defaultdict[str, set[str]] = defaultdict(set)
+    for timeline in timelines:
+        if timeline.request_id is not None:
+            traces[timeline.request_id].add(timeline.trace_id)
+    breaches = [
+        f"{request_id}: traces {_listed(found)}"
+        for request_id, found in traces.items()
+        if len(found) > 1
+    ]
+    return _rule("one_trace", "one trace per request id", len(traces), breaches)
+
+
+def _roles(timelines: Sequence[Timeline]) -> Rule:
+    def breach(timeline: Timeline) -> str | None:
+        expected = _expected_roles(timeline)
+        missing = {role.service_name for role in expected} - timeline.services
+        return f"no span of {_listed(missing)}" if missing else None
+
+    return _each("roles", "every process that took part left spans", timelines, breach)
+
+
+def _expected_roles(timeline: Timeline) -> set[Role]:
+    if timeline.outcome is not Outcome.COMPLETED:
+        return {Role.GATEWAY}
+    if timeline.mode is Mode.COLOCATED:
+        return {Role.GATEWAY, Role.WORKER}
+    if timeline.output_tokens is not None and timeline.output_tokens <= 1:
+        return {Role.GATEWAY, Role.PREFILL}  # nothing to decode
+    return {Role.GATEWAY, Role.PREFILL, Role.TRANSFER, Role.DECODE}
+
+
+def _complete(timelines: Sequence[Timeline]) -> Rule:
+    def breach(timeline: Timeline) -> str | None:
+        reason = text(timeline.attributes, a.INCOMPLETE)
+        if reason is not None:
+            return reason
+        return "no outcome" if timeline.root_id and timeline.outcome is None else None
+
+    return _each("complete", "nothing is known to be missing", timelines, breach)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

@@ -1,0 +1,377 @@
+"""What the terminal shows: the `why` view, tables of checks and stages. Pure: data in, Rich out.
+
+Owns layout and wording around the verdict; the verdict's sentences are `pdtrace.verdict`'s. Every
+text that came from a file passes `clean`, so that no id can steer the terminal.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from pdtrace import semconv as a
+from pdtrace.attributes import text as attribute_text
+from pdtrace.baselines import NESTED_LEAVES
+from pdtrace.check import CheckReport
+from pdtrace.duration import seconds_text
+from pdtrace.palette import COLOURS, LETTERS
+from pdtrace.stages import CHAINS, STAGES, Outcome
+from pdtrace.timeline import UNEXPLAINED, Timeline, Wait
+from pdtrace.verdict import Assessment, Verdict, VerdictKind
+from pdtrace.waits import describe_wait
+from pdtrace.waterfall import LABEL_WIDTH, Waterfall, draw
+
+MAX_WIDTH = 120
+MAX_WAITS = 12
+MAX_VIOLATIONS = 12
+_DETAIL_SHARE = 0.05  # nested stages of shorter stages are left out of the table
+_MAX_ID = 128
+_NO_DOUBTS = "Nothing is known to be missing: every stage was recorded, with exact times."
+
+_KIND_STYLES = {
+    VerdictKind.HEALTHY: "green",
+    VerdictKind.STALLED: "bold red",
+    VerdictKind.ENDED: "bold yellow",
+    VerdictKind.UNKNOWN: "bold",
+}
+
+
+def clean(value: object, limit: int = 1_000) -> str:
+    """Text for a terminal: control, format and surrogate characters become visible escapes."""
+    shown = "".join(
+        char if char.isprintable() and unicodedata.category(char) != "Cf" else _escape(char)
+        for char in str(value)[: limit + 1]
+    )
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def _escape(char: str) -> str:
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else "\ufffd"
+
+
+def why_view(
+    timeline: Timeline,
+    verdict: Verdict,
+    *,
+    width: int,
+    ascii_only: bool = False,
+    notes: Sequence[str] = (),
+) -> RenderableType:
+    """The whole answer for one request, at most `width` columns; `notes` are on the recording."""
+    width = min(width, MAX_WIDTH)
+    blocks: list[RenderableType] = [
+        Text(clean(verdict.sentence, 2_000), style=_KIND_STYLES[verdict.kind]),
+    ]
+    if verdict.kind is VerdictKind.STALLED and verdict.advice:
+        blocks.append(Text(verdict.advice, style="italic"))
+    blocks += [Text(), *_facts(timeline)]
+    picture = draw(
+        timeline,
+        width=width,
+        ascii_only=ascii_only,
+        point_at=verdict.stage if verdict.kind is not VerdictKind.HEALTHY else None,
+    )
+    if picture.lanes:
+        blocks += [Text(), *_picture(picture)]
+    table = _StageTable(timeline, verdict, width=width, ascii_only=ascii_only)
+    blocks += [Text(), table.build()]
+    if verdict.peers:
+        blocks.append(Text(_basis(verdict), style="dim"))
+    blocks += _section("Waits", _wait_lines(timeline))
+    violations = [f"{v.kind.value}: {v.message}" for v in timeline.violations]
+    blocks += _section("Violations", _limited(violations, MAX_VIOLATIONS), style="red")
+    doubts = [*verdict.notes, *timeline.unknowns, *notes]
+    blocks += _section("What this does not know", doubts or [_NO_DOUBTS])
+    return _translated(blocks, ascii_only=ascii_only)
+
+
+def summary_table(
+    pairs: Sequence[tuple[Timeline, Verdict]], *, ascii_only: bool = False
+) -> RenderableType:
+    """One line per request: length, verdict, stage, what the excess explains, cause."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("request", no_wrap=True)
+    table.add_column("took", justify="right")
+    table.add_column("outcome")
+    table.add_column("stage", no_wrap=True)
+    table.add_column("share", justify="right")
+    table.add_column("why", ratio=1)
+    for timeline, verdict in pairs:
+        healthy = verdict.kind is VerdictKind.HEALTHY
+        style = "dim" if healthy else _KIND_STYLES[verdict.kind]
+        table.add_row(
+            clean(timeline.request_id or timeline.trace_id, 40),
+            seconds_text(timeline.total_ns),
+            timeline.outcome.value if timeline.outcome else "unknown",
+            Text(verdict.stage or "", style=style),
+            "" if healthy else f"{verdict.share:.0%}",
+            clean("not stalled" if healthy else verdict.cause or ""),
+        )
+    return _translated([table], ascii_only=ascii_only)
+
+
+def _facts(timeline: Timeline) -> Iterable[Text]:
+    workers = [w for w in (timeline.prefill_worker, timeline.decode_worker) if w]
+    outcome = timeline.outcome.value if timeline.outcome else "outcome unknown"
+    if timeline.outcome not in {None, Outcome.COMPLETED} and timeline.outcome_reason:
+        outcome += f" ({timeline.outcome_reason})"
+    status = attribute_text(timeline.attributes, a.HTTP_STATUS)
+    tokens = None
+    if timeline.prompt_tokens is not None:
+        cached = f" ({timeline.cached_tokens} cached)" if timeline.cached_tokens else ""
+        out = "?" if timeline.output_tokens is None else timeline.output_tokens
+        tokens = f"{timeline.prompt_tokens} tokens in{cached}, {out} out"
+    yield _joined(
+        outcome + (f", HTTP {status}" if status else ""),
+        timeline.mode.value,
+        " → ".join(dict.fromkeys(workers)) or None,
+        f"{timeline.attempts} attempts" if timeline.attempts > 1 else None,
+    )
+    yield _joined(
+        f"took {seconds_text(timeline.total_ns)}",
+        f"TTFT {seconds_text(timeline.ttft_ns)}" if timeline.ttft_ns is not None else None,
+        f"TPOT {seconds_text(timeline.tpot_ns)}" if timeline.tpot_ns is not None else None,
+        tokens,
+    )
+    yield _joined(f"trace {timeline.trace_id}", _moment(timeline.started_unix_ns))
+
+
+def _joined(*facts: str | None) -> Text:
+    return Text(" · ".join(clean(fact, _MAX_ID) for fact in facts if fact), style="dim")
+
+
+def _moment(unix_ns: int) -> str | None:
+    try:
+        when = datetime.fromtimestamp(unix_ns // 10**9, UTC)
+    except (ValueError, OverflowError, OSError):
+        return None
+    return f"{when:%Y-%m-%d %H:%M:%S}.{unix_ns % 10**9 // 10**6:03d} UTC"
+
+
+def _picture(picture: Waterfall) -> Iterable[Text]:
+    indent = " " * LABEL_WIDTH
+    labels, marks = picture.ticks
+    yield Text(indent + labels, style="dim", no_wrap=True)
+    yield Text(indent + marks, style="dim", no_wrap=True)
+    for lane in picture.lanes:
+        line = Text(f"{lane.label:<{LABEL_WIDTH}}", no_wrap=True)
+        for run in lane.runs:
+            line.append(run.text, style=COLOURS[run.stage] if run.stage else "dim")
+        yield line
+        if picture.pointer and picture.pointer[0] == lane.label:
+            yield Text(indent + picture.pointer[1], style="bold red", no_wrap=True)
+
+
+class _StageTable:
+    """The partition as a table: chain stages, what they consist of, `unexplained`, the total."""
+
+    def __init__(
+        self, timeline: Timeline, verdict: Verdict, *, width: int, ascii_only: bool
+    ) -> None:
+        self.timeline = timeline
+        self.verdict = verdict
+        self.bar_mark = "#" if ascii_only else "━"
+        self.bar_width = max(4, min(24, width - 72))
+        blames = verdict.kind in {VerdictKind.STALLED, VerdictKind.ENDED}
+        self.blamed = verdict.stage if blames else None
+        self.judged = {assessment.leaf.name: assessment for assessment in verdict.assessments}
+        self.table = Table(box=None, pad_edge=False, header_style="dim")
+
+    def build(self) -> Table:
+        add_column = self.table.add_column
+        add_column("", width=1)
+        add_column("stage", no_wrap=True, min_width=19)
+        add_column("time", justify="right", no_wrap=True)
+        add_column("share", justify="right", no_wrap=True)
+        add_column("", width=self.bar_width, no_wrap=True)
+        add_column("usual", justify="right", no_wrap=True)
+        add_column("above", justify="right", no_wrap=True)
+        add_column("", width=1)
+        for part in self.timeline.parts:
+            if part.name != UNEXPLAINED:
+                self._add_stage(part.name, part.ns)
+        rest = self.timeline.unexplained_ns
+        self._add(UNEXPLAINED, rest, letter=rest > 0)
+        total = Text("total", style="bold")
+        self.table.add_row("", total, seconds_text(self.timeline.total_ns), "100 %")
+        return self.table
+
+    def _add_stage(self, name: str, ns: int) -> None:
+        pauses = any(self.timeline.detail_ns(name, n) for n in NESTED_LEAVES.get(name, ()))
+        guilty = self.blamed == name
+        self._add(
+            name, ns, judged=None if pauses else self.judged.get(name), guilty=guilty and not pauses
+        )
+        for nested, nested_ns in self._nested(name):
+            own = nested == name
+            self._add(
+                nested,
+                nested_ns,
+                label="  the rest" if own else f"  {nested}",
+                letter=not own,
+                judged=self.judged.get(nested) if pauses else None,
+                guilty=pauses and self.blamed == nested,
+            )
+
+    def _nested(self, outer: str) -> list[tuple[str, int]]:
+        """Nested stages worth a line, and the rest; together the outer stage's time."""
+        parts = self.timeline.details.get(outer, ())
+        found = {part.name: part.ns for part in parts if part.name != outer and part.ns > 0}
+        nested = [(stage.name, found[stage.name]) for stage in STAGES if stage.name in found]
+        whole = sum(part.ns for part in parts)
+        short = whole < _DETAIL_SHARE * self.timeline.total_ns
+        rest = self.timeline.detail_ns(outer, outer)
+        if not nested or (short and self.verdict.chain_stage != outer):
+            return []
+        if len(nested) == 1 and rest == 0:
+            return []
+        return [*nested, (outer, rest)] if rest else nested
+
+    def _add(
+        self,
+        name: str,
+        ns: int,
+        *,
+        label: str | None = None,
+        letter: bool = True,
+        judged: Assessment | None = None,
+        guilty: bool = False,
+    ) -> None:
+        share = ns / self.timeline.total_ns if self.timeline.total_ns else 0.0
+        usual = judged.usual if judged else None
+        above = judged.leaf.ns - round(usual.ns) if judged and usual else 0
+        emphasis = "bold red" if guilty else ""
+        self.table.add_row(
+            Text(LETTERS[name] if letter else "", style=COLOURS[name]),
+            Text(label or name, style=emphasis),
+            Text(seconds_text(ns), style=emphasis),
+            Text(_percent(share), style=emphasis),
+            Text(self.bar_mark * round(share * self.bar_width), style=COLOURS[name]),
+            Text(seconds_text(round(usual.ns)) if usual else "", style="dim"),
+            Text(f"+{seconds_text(above)}" if above > 0 else "", style=emphasis or "dim"),
+            Text("◀" if guilty else "", style=emphasis),
+        )
+
+
+def _basis(verdict: Verdict) -> str:
+    s = "" if verdict.peers == 1 else "s"
+    return (
+        f"usual: median of {verdict.peers} other completed request{s}, for as many tokens; "
+        f"confidence {verdict.confidence.value}"
+    )
+
+
+def _percent(share: float) -> str:
+    if 0 < share < 0.0005:
+        return "<0.1 %"
+    return f"{share * 100:.1f} %"
+
+
+def _wait_lines(timeline: Timeline) -> list[str]:
+    lines: list[str] = []
+    chain = {stage.name for stage in CHAINS[timeline.mode]}
+    nested = {name for names in NESTED_LEAVES.values() for name in names} | {"transfer.queue"}
+    before: Wait | None = None
+    for visit in timeline.visits:
+        if visit.name not in chain | nested:
+            continue
+        for wait in visit.waits:
+            if before is not None and _same_wait(wait, before):
+                continue
+            before = wait
+            when = f" from {seconds_text(max(0, wait.at_ns))}" if wait.at_ns is not None else ""
+            held = f" for {seconds_text(wait.for_ns)}" if wait.for_ns is not None else ""
+            lines.append(f"{wait.stage}{when}{held}: {describe_wait(wait)}")
+    return _limited(lines, MAX_WAITS)
+
+
+def _same_wait(one: Wait, other: Wait) -> bool:
+    return (one.stage, describe_wait(one)) == (other.stage, describe_wait(other))
+
+
+def _limited(lines: list[str], limit: int) -> list[str]:
+    return lines if len(lines) <= limit else [*lines[:limit], f"… and {len(lines) - limit} more"]
+
+
+def _section(title: str, lines: Sequence[str], *, style: str = "") -> list[RenderableType]:
+    if not lines:
+        return []
+    return [
+        Text(),
+        Text(title, style="bold"),
+        *(Padding(Text(clean(line), style=style), (0, 0, 0, 2), expand=False) for line in lines),
+    ]
+
+
+def check_view(report: CheckReport, *, ascii_only: bool = False) -> RenderableType:
+    """The rules of a check with their counts, examples of breaches, and the result."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("")
+    table.add_column("rule")
+    table.add_column("checked", justify="right")
+    table.add_column("broken", justify="right")
+    for rule in report.rules:
+        ok = rule.broken == 0
+        table.add_row(
+            Text("✓" if ok else "✗", style="green" if ok else "bold red"),
+            Text(rule.title, style="" if ok else "bold red"),
+            f"{rule.checked}",
+            Text(f"{rule.broken}", style="" if ok else "bold red"),
+        )
+    examples = [f"{rule.name}: {line}" for rule in report.rules for line in rule.examples]
+    blocks: list[RenderableType] = [
+        Text(clean(report.sentence), style="green" if report.ok else "bold red"),
+        Text(),
+        table,
+        *_section("Examples", examples),
+        *_section("Recording", [*report.facts, *report.notes]),
+    ]
+    return _translated(blocks, ascii_only=ascii_only)
+
+
+def stages_view(*, ascii_only: bool = False) -> RenderableType:
+    """The glossary: every stage with its letter, kind, owner and meaning, the chain first."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("")
+    table.add_column("stage", no_wrap=True)
+    table.add_column("kind", no_wrap=True)
+    table.add_column("meaning, and what to do", ratio=1)
+    for stage in STAGES:
+        meaning = Text(stage.meaning)
+        meaning.append(f" {stage.advice}", style="dim italic")
+        table.add_row(
+            Text(LETTERS[stage.name], style=COLOURS[stage.name]),
+            Text(stage.name, style=COLOURS[stage.name]),
+            stage.kind.value,
+            meaning,
+        )
+    return _translated([table], ascii_only=ascii_only)
+
+
+# One character each, so that columns stay aligned.
+_ASCII = str.maketrans("·→µ…◀✓✗–×", "|>u~<+x-x")
+
+
+class _Ascii:
+    """Renders its content with ASCII characters only."""
+
+    def __init__(self, content: RenderableType) -> None:
+        self._content = content
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self._content, options):
+            shown = segment.text.translate(_ASCII).encode("ascii", "replace").decode()
+            yield Segment(shown, segment.style, segment.control)
+
+
+def _translated(blocks: Sequence[RenderableType], *, ascii_only: bool) -> RenderableType:
+    content = Group(*blocks)
+    return _Ascii(content) if ascii_only else content
