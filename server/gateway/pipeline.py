@@ -287,8 +287,11 @@ class Gateway:
     ) -> Attempt:
         await self._hold(call, "gateway.dispatch")
         reserve = min(call.max_tokens, self.settings.reserve_output_tokens)
+        messages = leg_messages(call, request, choice, mode=self.mode, gateway=self.cluster.me)
+        # Before the first of them leaves: a worker's mark of its arrival must not come earlier.
+        now_ns = time.monotonic_ns()
         attempt, refused = self.cluster.dispatch(
-            leg_messages(call, request, choice, mode=self.mode, gateway=self.cluster.me),
+            messages,
             call.context,
             choice,
             prompt_len=len(call.prompt_ids),
@@ -299,7 +302,6 @@ class Gateway:
         call.attempt = attempt
         if refused is not None:
             raise WorkerLost(f"{refused.instance} takes no messages.")
-        now_ns = time.monotonic_ns()
         call.trace.mark(Mark.DISPATCHED, at_ns=now_ns)
         call.stage_ended("gateway.dispatch", now_ns)
         return attempt
