@@ -1,0 +1,256 @@
+"""Tails every ring of a directory into a request tracker.
+
+Owns finding rings, reading them in an order that respects causes, noticing that a writer is gone,
+and where to go on after a restart. Knows nothing of spans.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from pdtrace.errors import RingError
+from pdtrace.resource import process_of
+from pdtrace.ring import RingPosition, RingReader, scan_rings
+from pdtrace.sink import SinkPosition
+from pdtrace.stages import Role
+from pdtrace.tracker import RequestTracker
+
+_MAX_READS = 64
+"""Reads of one ring in one round: a writer faster than the reader must not hold up the others."""
+
+_log = logging.getLogger(__name__)
+
+
+class RingState(msgspec.Struct, frozen=True, kw_only=True):
+    """Where to go on in a ring; `made_ns` tells it from an earlier ring of the same name."""
+
+    made_ns: int
+    position: RingPosition
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class TailCounts:
+    """Totals since the start. `missed` were overwritten before they were read, `torn` damaged."""
+
+    rings: int = 0
+    records: int = 0
+    missed: int = 0
+    torn: int = 0
+    unreadable: int = 0
+
+
+@dataclass(slots=True)
+class _Tail:
+    reader: RingReader
+    made_ns: int
+    inode: int
+    seen_alive: bool = False
+    missed: int = 0
+    torn: int = 0
+    since: dict[str, tuple[RingPosition, SinkPosition]] = field(
+        default_factory=dict[str, tuple[RingPosition, SinkPosition]]
+    )
+    """Where this ring and the sink stood before each request in flight appeared here."""
+
+    @property
+    def is_gateway(self) -> bool:
+        return self.reader.identity.role is Role.GATEWAY
+
+
+class RingTails:
+    """The rings of `directory`, fed into `tracker`. Not thread-safe.
+
+    known   states of a former agent: finished rings are left alone, others go on where they were
+    counts  totals
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        tracker: RequestTracker,
+        *,
+        known: Mapping[str, RingState] | None = None,
+    ) -> None:
+        self.counts = TailCounts()
+        self._directory = Path(directory)
+        self._tracker = tracker
+        self._known = dict(known or {})
+        self._tails: dict[str, _Tail] = {}
+        self._left_alone: dict[str, tuple[int, int]] = {}
+        self._said: set[str] = set()
+
+    @property
+    def num_live(self) -> int:
+        """Rings that are still read."""
+        return len(self._tails)
+
+    @property
+    def num_finished(self) -> int:
+        """Rings whose writer is gone and which are read to their end."""
+        return sum(1 for state in self._known.values() if state.finished)
+
+    def read(self, now_ns: int, sink_position: Callable[[], SinkPosition]) -> bool:
+        """Reads what the rings hold; whether all of it was read.
+
+        Gateways come first: whatever led to the end of a request is then in the other rings
+        already. A gateway is read once, so that it does not run ahead of them.
+        """
+        self._find()
+        caught_up = True
+        for name in sorted(self._tails, key=lambda name: not self._tails[name].is_gateway):
+            once = self._tails[name].is_gateway
+            drained = self._drain(
+                name, now_ns, sink_position(), max_reads=1 if once else _MAX_READS
+            )
+            caught_up = caught_up and (drained or once)
+        return caught_up
+
+    def retire(self, sink_position: Callable[[], SinkPosition]) -> None:
+        """Takes leave of the rings whose writer is gone, once all they hold is read."""
+        for name, tail in list(self._tails.items()):
+            try:
+                closed = tail.reader.closed
+                alive = not closed and tail.reader.writer_alive()
+            except (OSError, RingError) as error:
+                self._damaged(name, error)
+                continue
+            if alive:
+                tail.seen_alive = True
+                continue
+            now_ns = time.monotonic_ns()
+            drained = self._drain(name, now_ns, sink_position(), final=True)
+            if drained and name in self._tails:
+                reason = "process_exited" if closed else "process_lost"
+                self._leave(name, now_ns if tail.seen_alive else None, reason)
+
+    def states(self, sink: SinkPosition) -> tuple[dict[str, RingState], SinkPosition]:
+        """Where to go on so that nothing in flight is lost, and since when the sink may hold
+        requests that will then be read again."""
+        states = {name: state for name, state in self._known.items() if state.finished}
+        for name, tail in self._tails.items():
+            position = tail.reader.position()
+            for root, (ring_at, sink_at) in list(tail.since.items()):
+                if not self._tracker.is_open(root):
+                    del tail.since[root]
+                    continue
+                position = min(position, ring_at, key=lambda at: at.number)
+                sink = min(sink, sink_at, key=lambda at: (at.number, at.offset))
+            states[name] = RingState(made_ns=tail.made_ns, position=position)
+        return states, sink
+
+    def close(self) -> None:
+        """Closes the files. Idempotent."""
+        for tail in self._tails.values():
+            tail.reader.close()
+        self._tails.clear()
+
+    def _find(self) -> None:
+        try:
+            paths = scan_rings(self._directory)
+        except OSError as error:
+            self._say_once(f"cannot list {self._directory}: {error.strerror}")
+            return
+        names = {path.name for path in paths}
+        for path in paths:
+            if path.name not in self._tails:
+                self._open(path)
+        for name in set(self._known) - names - set(self._tails):
+            del self._known[name]
+            self._left_alone.pop(name, None)
+
+    def _open(self, path: Path) -> None:
+        name = path.name
+        try:
+            stat = path.stat()
+            look = (stat.st_ino, stat.st_mtime_ns)
+            if self._left_alone.get(name) == look:
+                return
+            self._left_alone[name] = look
+            reader = RingReader(path)
+        except FileNotFoundError:
+            return
+        except (OSError, RingError) as error:
+            self.counts.unreadable += 1
+            _log.error("a ring cannot be read, its requests are left out: %s", error)
+            return
+        made_ns = reader.identity.anchor.wall_ns
+        known = self._known.get(name)
+        if known is not None and known.made_ns == made_ns:
+            if known.finished:
+                reader.close()
+                return
+            try:
+                reader.seek(known.position)
+            except RingError as error:
+                self._say_once(f"{error}: it is read from its begin")
+        self._left_alone.pop(name, None)
+        self._known.pop(name, None)
+        self._tails[name] = _Tail(reader, made_ns, stat.st_ino)
+        self._tracker.add_ring(name, process_of(reader.identity, os.environ))
+        self.counts.rings += 1
+
+    def _drain(
+        self,
+        name: str,
+        now_ns: int,
+        sink_position: SinkPosition,
+        *,
+        max_reads: int = _MAX_READS,
+        final: bool = False,
+    ) -> bool:
+        """Feeds what a ring holds; whether it was read to its end."""
+        tail = self._tails[name]
+        for _ in range(max_reads):
+            position = tail.reader.position()
+            try:
+                records = tail.reader.read(final=final)
+            except (OSError, RingError) as error:
+                self._damaged(name, error)
+                return True
+            self._count_losses(name, tail)
+            if not records:
+                return True
+            self.counts.records += len(records)
+            for root in self._tracker.feed(name, records, now_ns):
+                tail.since.setdefault(root, (position, sink_position))
+        return False
+
+    def _count_losses(self, name: str, tail: _Tail) -> None:
+        missed, torn = tail.reader.missed - tail.missed, tail.reader.torn - tail.torn
+        if not missed and not torn:
+            return
+        tail.missed, tail.torn = tail.reader.missed, tail.reader.torn
+        self.counts.missed += missed
+        self.counts.torn += torn
+        self._tracker.records_missed(name, missed + torn)
+        if missed:
+            self._say_once(
+                f"{tail.reader.identity.instance} records faster than the agent reads: records "
+                "were overwritten, and are counted. Give its recorder a larger ring"
+            )
+
+    def _damaged(self, name: str, error: Exception) -> None:
+        self.counts.unreadable += 1
+        _log.error("a ring is left out from here: %s", error)
+        self._leave(name, None, "ring_damaged")
+
+    def _leave(self, name: str, gone_ns: int | None, reason: str) -> None:
+        tail = self._tails.pop(name)
+        self._tracker.ring_gone(name, gone_ns, reason)
+        self._known[name] = RingState(
+            made_ns=tail.made_ns, position=tail.reader.position(), finished=True
+        )
+        tail.reader.close()
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            _log.warning("%s", message)
