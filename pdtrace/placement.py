@@ -77,7 +77,7 @@ class Placement:
     rivals       further spans that claim to be the root
     began_ns     wall time of offset 0, Unix nanoseconds
     length       the request's length; negative if its root ends before it begins
-    placed       all stage spans
+    placed       all stage spans, by begin
     chain        those of the mode's chain, in causal order: what must precede comes first
     exact        whether root and chain stand on exact times
     """
@@ -121,6 +121,7 @@ def place(trace: Trace) -> Placement:
                 exact=exact,
             )
         )
+    placed.sort(key=lambda item: (item.begin, item.end, item.span.span_id))
     mode = _mode(root, placed)
     streamed = root is None or root.attributes.get(a.STREAM.key) is not False
     chain = _in_causal_order(placed, mode, streamed=streamed)

@@ -212,9 +212,16 @@ def judge(
     )
 
 
-def stall_attributes(verdict: Verdict) -> dict[str, AttrValue]:
-    """`pd.stall.*` for the root span; empty if no stage passes the rule."""
-    if verdict.stall is None:
+def stall_attributes(
+    verdict: Verdict, policy: VerdictPolicy = DEFAULT_POLICY
+) -> dict[str, AttrValue]:
+    """`pd.stall.*` for the root span; empty if no stage passes the rule, or too few peers say so.
+
+    An attribute outlives the doubts that stand beside a verdict, so it is not given lightly.
+    """
+    if verdict.stall is None or verdict.stall.usual is None:
+        return {}
+    if verdict.stall.usual.peers < policy.enough_peers:
         return {}
     attributes: dict[str, AttrValue] = {
         a.STALL_STAGE.key: verdict.stall.leaf.name,

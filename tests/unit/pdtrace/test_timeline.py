@@ -1,0 +1,535 @@
+"""The partition is exact for any spans, and what is wrong with a trace is listed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdtrace import semconv as a
+from pdtrace.placement import split_requests
+from pdtrace.spans import AttrValue, Event, Resource, Span, SpanKind, StatusCode, Trace
+from pdtrace.stages import ATTEMPT_SPAN, CHAINS, ROOT_SPAN, STAGES, Mode, Outcome
+from pdtrace.timeline import (
+    UNEXPLAINED,
+    Timeline,
+    ViolationKind,
+    build_timeline,
+    build_timelines,
+)
+from tests.support.pd_traces import HEALTHY_S, Story, noisy
+
+MS = 1_000_000
+NAMES = [ROOT_SPAN, ATTEMPT_SPAN, "GET /x", *(stage.name for stage in STAGES)]
+SERVICES = ["pd-gateway", "pd-prefill", "pd-transfer", "pd-decode", "pd-worker", "client"]
+
+_times = st.integers(-(10**6), 10**7)
+_keys = [a.ATTEMPT, a.BEGIN_NS, a.END_NS, a.OUTPUT_TOKENS, a.MODE, a.OUTCOME, a.WAIT_REASON]
+_values = st.one_of(
+    st.integers(-3, 10**7),
+    st.floats(),
+    st.booleans(),
+    st.sampled_from(["", "pd", "completed", "failed", "12", "kv_pages", "colocated"]),
+)
+_attributes = st.dictionaries(st.sampled_from([attr.key for attr in _keys]), _values, max_size=5)
+
+
+@st.composite
+def any_spans(draw: st.DrawFn) -> tuple[Span, ...]:
+    count = draw(st.integers(0, 14))
+    spans: list[Span] = []
+    for index in range(count):
+        parent = draw(st.one_of(st.none(), st.integers(0, count)))
+        spans.append(
+            Span(
+                trace_id="t",
+                span_id=f"{index}",
+                parent_id=None if parent is None else f"{parent}",
+                name=draw(st.sampled_from(NAMES)),
+                kind=SpanKind.INTERNAL,
+                start_ns=draw(_times),
+                end_ns=draw(_times),
+                resource=Resource(
+                    attributes={
+                        "service.name": draw(st.sampled_from(SERVICES)),
+                        "host.id": draw(st.sampled_from(["h1", "h2"])),
+                    }
+                ),
+                attributes=draw(_attributes),
+                events=(Event(name="pd.wait", time_ns=draw(_times), attributes=draw(_attributes)),),
+                status=draw(st.sampled_from(list(StatusCode))),
+            )
+        )
+    return tuple(spans)
+
+
+def assert_exact(timeline: Timeline) -> None:
+    assert sum(part.ns for part in timeline.parts) == timeline.total_ns
+    assert all(part.ns >= 0 for part in timeline.parts)
+    at = 0
+    for segment in timeline.segments:
+        assert segment.begin_ns == at
+        assert segment.end_ns > at
+        at = segment.end_ns
+    assert at == timeline.total_ns
+    for outer, parts in timeline.details.items():
+        assert sum(part.ns for part in parts) == timeline.part_ns(outer)
+        assert all(part.ns >= 0 for part in parts)
+    owned = sum(visit.owned_ns for visit in timeline.visits)
+    assert owned + timeline.unexplained_ns == timeline.total_ns
+
+
+@settings(max_examples=150, deadline=None)
+@given(any_spans())
+def test_any_spans_partition_exactly(spans: tuple[Span, ...]) -> None:
+    trace = Trace(trace_id="t", spans=spans)
+    assert_exact(build_timeline(trace))
+    for timeline in build_timelines([trace]):
+        assert_exact(timeline)
+
+
+@settings(max_examples=80, deadline=None)
+@given(any_spans(), st.randoms(use_true_random=False))
+def test_order_of_spans_does_not_matter(spans: tuple[Span, ...], rng: random.Random) -> None:
+    shuffled = list(spans)
+    rng.shuffle(shuffled)
+    one = build_timeline(Trace(trace_id="t", spans=spans))
+    other = build_timeline(Trace(trace_id="t", spans=tuple(shuffled)))
+    assert one.segments == other.segments
+    assert one.parts == other.parts
+    assert sorted(map(repr, one.violations)) == sorted(map(repr, other.violations))
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_healthy_requests_keep_every_rule(mode: Mode) -> None:
+    rng = random.Random(mode.value)
+    for index in range(20):
+        timeline = build_timeline(noisy(f"req-{index}", rng, mode).trace())
+        assert_exact(timeline)
+        assert timeline.violations == ()
+        assert timeline.unexplained_ns == 0
+        assert timeline.exact
+        assert timeline.mode is mode
+        names = [part.name for part in timeline.parts]
+        assert names == [stage.name for stage in CHAINS[mode]] + [UNEXPLAINED]
+
+
+def test_parts_are_the_lengths_that_were_recorded() -> None:
+    timeline = build_timeline(Story().trace())
+    expected = {name: round(seconds * 1e9) for name, seconds in HEALTHY_S.items()}
+    # The first token travels while generation begins; that time counts once.
+    expected["decode.generate"] -= expected["hop.token"]
+    assert {p.name: p.ns for p in timeline.parts if p.name != UNEXPLAINED} == expected
+    assert [(o.first, o.second, o.expected) for o in timeline.overlaps] == [
+        ("hop.token", "decode.generate", True)
+    ]
+
+
+def test_without_exact_times_gaps_of_exported_times_are_closed() -> None:
+    timeline = build_timeline(Story(exact=False).trace())
+    assert_exact(timeline)
+    assert not timeline.exact
+    assert timeline.unexplained_ns == 0
+    assert timeline.violations == ()
+    for part in timeline.parts:
+        if part.name not in {UNEXPLAINED, "decode.generate"}:
+            assert abs(part.ns - HEALTHY_S[part.name] * 1e9) <= 3_000
+    assert any("about 2 µs" in sentence for sentence in timeline.unknowns)
+
+
+def test_exact_times_of_another_clock_are_not_mixed_in() -> None:
+    def foreign_clock(span: Span) -> Span:
+        if span.name != "transfer":
+            return span
+        moved = {key: int(str(span.attributes[key])) + 10**15 for key in (BEGIN, END)}
+        return replace(span, attributes={**span.attributes, **moved})
+
+    timeline = build_timeline(edited(Story().trace(), foreign_clock))
+    assert_exact(timeline)
+    assert not timeline.exact
+    transfer = timeline.part_ns("transfer")
+    assert transfer is not None
+    assert abs(transfer - 8 * MS) <= 2_000
+
+
+BEGIN, END = a.BEGIN_NS.key, a.END_NS.key
+
+
+def edited(trace: Trace, edit: Callable[[Span], Span | None]) -> Trace:
+    spans = [changed for span in trace.spans if (changed := edit(span)) is not None]
+    return Trace(trace_id=trace.trace_id, spans=tuple(spans))
+
+
+def without(name: str, story: Story | None = None) -> Trace:
+    return edited((story or Story()).trace(), lambda s: None if s.name == name else s)
+
+
+def changed(name: str, **changes: object) -> Trace:
+    def edit(span: Span) -> Span:
+        return replace(span, **changes) if span.name == name else span  # type: ignore[arg-type]
+
+    return edited(Story().trace(), edit)
+
+
+def attributed(name: str, attributes: dict[str, AttrValue], story: Story | None = None) -> Trace:
+    def edit(span: Span) -> Span:
+        if span.name != name:
+            return span
+        return replace(span, attributes={**span.attributes, **attributes})
+
+    return edited((story or Story()).trace(), edit)
+
+
+def kinds(timeline: Timeline) -> list[ViolationKind]:
+    return [violation.kind for violation in timeline.violations]
+
+
+def test_missing_stage_is_listed_and_its_time_unexplained() -> None:
+    timeline = build_timeline(without("transfer"))
+    assert kinds(timeline) == [ViolationKind.MISSING_STAGE]
+    assert timeline.violations[0].stage == "transfer"
+    assert timeline.unexplained_ns == 8 * MS
+    assert timeline.part_ns("transfer") is None
+
+
+def test_one_output_token_excuses_everything_after_the_boundary() -> None:
+    lengths = {k: v for k, v in HEALTHY_S.items() if k not in {"decode.generate", "transfer"}}
+    timeline = build_timeline(Story(lengths_s=lengths, output_tokens=1).trace())
+    assert timeline.violations == ()
+
+
+def test_first_token_hop_may_be_absent() -> None:
+    timeline = build_timeline(without("hop.token"))
+    assert timeline.violations == ()
+    assert timeline.ttft_ns is None
+
+
+def test_stages_never_reached_are_not_missed() -> None:
+    story = Story(outcome=Outcome.TIMED_OUT, ends_in="prefill.queue", reason="deadline")
+    timeline = build_timeline(story.trace())
+    assert timeline.violations == ()
+    assert timeline.outcome is Outcome.TIMED_OUT
+    assert timeline.outcome_stage == "prefill.queue"
+    assert timeline.part_ns("prefill.compute") is None
+
+
+def test_stage_in_which_a_request_ended_is_found_without_the_root_saying_so() -> None:
+    story = Story(outcome=Outcome.CANCELLED, ends_in="decode.generate")
+    trace = edited(
+        story.trace(),
+        lambda s: replace(
+            s, attributes={k: v for k, v in s.attributes.items() if k != a.OUTCOME_STAGE.key}
+        ),
+    )
+    assert build_timeline(trace).outcome_stage == "decode.generate"
+
+
+def test_lost_root_leaves_a_timeline_that_says_so() -> None:
+    timeline = build_timeline(without("chat smol"))
+    assert_exact(timeline)
+    assert ViolationKind.NO_ROOT in kinds(timeline)
+    assert timeline.outcome is None
+    assert any("root span is missing" in sentence for sentence in timeline.unknowns)
+
+
+def test_missing_parent_and_orphan_are_told_apart() -> None:
+    timeline = build_timeline(changed("transfer", parent_id="feedfeedfeedfeed"))
+    assert kinds(timeline) == [ViolationKind.MISSING_PARENT]
+    timeline = build_timeline(changed("transfer", parent_id=None))
+    assert kinds(timeline) == [ViolationKind.ORPHAN]
+
+
+def test_lost_attempt_span_is_told_once_per_child_and_times_stay() -> None:
+    timeline = build_timeline(without(ATTEMPT_SPAN))
+    assert set(kinds(timeline)) == {ViolationKind.MISSING_PARENT}
+    assert timeline.unexplained_ns == 0
+
+
+def test_cycle_of_parents_is_an_orphan_and_ends() -> None:
+    def edit(span: Span) -> Span:
+        if span.name == "transfer":
+            return replace(span, span_id="cc", parent_id="dd")
+        return replace(span, span_id="dd", parent_id="cc") if span.name == "hop.notice" else span
+
+    timeline = build_timeline(edited(Story().trace(), edit))
+    assert kinds(timeline) == [ViolationKind.ORPHAN, ViolationKind.ORPHAN]
+
+
+def test_span_that_ends_before_it_begins_is_negative_and_owns_nothing() -> None:
+    def edit(span: Span) -> Span:
+        if span.name != "prefill.queue":
+            return span
+        before = int(str(span.attributes[BEGIN])) - 1 * MS
+        return replace(span, attributes={**span.attributes, END: before})
+
+    timeline = build_timeline(edited(Story().trace(), edit))
+    assert_exact(timeline)
+    assert ViolationKind.NEGATIVE in kinds(timeline)
+    assert timeline.part_ns("prefill.queue") == 0
+    assert timeline.unexplained_ns == 30 * MS
+
+
+def shifted(name: str, ns: int) -> Trace:
+    def edit(span: Span) -> Span:
+        if span.name != name:
+            return span
+        exact = {key: int(str(span.attributes[key])) + ns for key in (BEGIN, END)}
+        return replace(
+            span,
+            start_ns=span.start_ns + ns,
+            end_ns=span.end_ns + ns,
+            attributes={**span.attributes, **exact},
+        )
+
+    return edited(Story().trace(), edit)
+
+
+def test_overlap_counts_once_for_the_earlier_stage_and_is_listed() -> None:
+    timeline = build_timeline(shifted("prefill.compute", -5 * MS))
+    assert_exact(timeline)
+    assert kinds(timeline) == [ViolationKind.OVERLAP]
+    assert timeline.part_ns("prefill.queue") == 30 * MS
+    assert timeline.part_ns("prefill.compute") == 115 * MS
+    assert timeline.unexplained_ns == 5 * MS
+
+
+def test_stage_before_its_predecessor_is_out_of_order_and_keeps_its_time() -> None:
+    timeline = build_timeline(shifted("hop.notice", -200 * MS))
+    assert_exact(timeline)
+    assert ViolationKind.OUT_OF_ORDER in kinds(timeline)
+
+
+def test_repeated_stage_is_listed() -> None:
+    trace = Story().trace()
+    again = [replace(s, span_id="ab") for s in trace.spans if s.name == "transfer"]
+    timeline = build_timeline(replace(trace, spans=(*trace.spans, *again)))
+    assert_exact(timeline)
+    assert kinds(timeline) == [ViolationKind.REPEATED]
+    assert timeline.part_ns("transfer") == 8 * MS
+
+
+def test_stage_outside_of_the_request_is_listed() -> None:
+    timeline = build_timeline(shifted("gateway.ingest", -2 * MS))
+    assert ViolationKind.OUTSIDE_ROOT in kinds(timeline)
+
+
+def test_bad_clock_does_not_distort_the_length() -> None:
+    trace = edited(
+        Story(exact=False).trace(),
+        lambda s: replace(s, start_ns=41_234_567_890_123) if s.name == "transfer" else s,
+    )
+    timeline = build_timeline(trace)
+    assert timeline.total_ns == round(sum(HEALTHY_S.values()) * 1e9) - 1 * MS
+    assert ViolationKind.OUTSIDE_ROOT in kinds(timeline)
+
+
+def test_other_request_ids_are_listed_with_their_service() -> None:
+    timeline = build_timeline(attributed("transfer", {a.REQUEST_ID.key: "req-2"}))
+    assert kinds(timeline) == [ViolationKind.MIXED_REQUEST_IDS]
+    assert "pd-transfer" in timeline.violations[0].message
+    assert timeline.request_id == "req-1"
+
+
+def test_impossible_marks_of_the_assembler_are_passed_on() -> None:
+    timeline = build_timeline(attributed("transfer", {a.VIOLATION.key: "recorded twice"}))
+    assert kinds(timeline) == [ViolationKind.IMPOSSIBLE_MARKS]
+    assert "recorded twice" in timeline.violations[0].message
+
+
+def test_incomplete_recording_is_among_the_unknowns() -> None:
+    timeline = build_timeline(attributed("chat smol", {a.INCOMPLETE.key: "3 marks lost"}))
+    assert any("3 marks lost" in sentence for sentence in timeline.unknowns)
+
+
+def test_several_hosts_are_among_the_unknowns() -> None:
+    resource = Resource(attributes={"service.name": "pd-decode", "host.id": "host-b"})
+    timeline = build_timeline(changed("decode.generate", resource=resource))
+    assert timeline.hosts == {"host-a", "host-b"}
+    assert any("2 hosts" in sentence for sentence in timeline.unknowns)
+
+
+def test_answer_that_is_not_streamed_gives_its_time_to_generation() -> None:
+    story = Story(stream=False)
+    whole = round(HEALTHY_S["decode.generate"] * 1e9)
+
+    def edit(span: Span) -> Span:
+        if span.name != "hop.token":
+            return span
+        # The first token leaves with the last: its way ends when the answer is written.
+        end = int(str(span.attributes[BEGIN])) + whole + 1 * MS
+        return replace(span, attributes={**span.attributes, END: end})
+
+    timeline = build_timeline(edited(story.trace(), edit))
+    assert_exact(timeline)
+    assert timeline.part_ns("decode.generate") == whole
+    assert timeline.part_ns("hop.token") == 0
+    assert timeline.violations == ()
+
+
+def test_early_token_may_travel_over_the_transfer() -> None:
+    lengths = {**HEALTHY_S, "hop.token": 0.005}
+    trace = Story(mode=Mode.PD_EARLY, lengths_s=lengths).trace()
+
+    def edit(span: Span) -> Span:
+        if span.name != "hop.token":
+            return span
+        times = {
+            BEGIN: int(str(span.attributes[BEGIN])),
+            END: int(str(span.attributes[END])) + 6 * MS,
+        }
+        return replace(span, attributes={**span.attributes, **times})
+
+    timeline = build_timeline(edited(trace, edit))
+    assert_exact(timeline)
+    assert timeline.violations == ()
+    assert [(o.first, o.second) for o in timeline.overlaps] == [("hop.token", "transfer")]
+
+
+def test_pauses_are_leaves_of_generation() -> None:
+    timeline = build_timeline(Story(gap_s=0.4, preempted_s=0.3).trace())
+    assert timeline.detail_ns("decode.generate", "decode.gap") == 400 * MS
+    assert timeline.detail_ns("decode.generate", "decode.preempted") == 300 * MS
+    assert timeline.detail_ns("decode.generate", "decode.generate") == 699 * MS
+
+
+def test_transfer_is_shared_out_among_queue_and_copy() -> None:
+    timeline = build_timeline(Story().stalled("transfer", 0.292).trace())
+    assert timeline.part_ns("transfer") == 300 * MS
+    assert timeline.detail_ns("transfer", "transfer.queue") == 100 * MS
+    assert timeline.detail_ns("transfer", "transfer.copy") == 200 * MS
+
+
+def retried() -> Trace:
+    """A first attempt that failed in the transfer, then a whole second one."""
+    first = Story(ends_in="transfer", outcome=Outcome.FAILED).trace()
+    second = Story(start_s=0.5).trace()
+    root = next(s for s in first.spans if s.name == "chat smol")
+    end = max(int(str(s.attributes[END])) for s in second.spans)
+
+    def adopt(span: Span) -> Span:
+        parent = root.span_id if span.name == ATTEMPT_SPAN else span.parent_id
+        if span.name == "gateway.finish":
+            parent = root.span_id
+        return replace(
+            span,
+            trace_id=first.trace_id,
+            parent_id=parent,
+            attributes={**span.attributes, a.ATTEMPT.key: 2},
+        )
+
+    ingress = {"gateway.ingest", "gateway.queue", "chat smol"}
+    later = [adopt(s) for s in second.spans if s.name not in ingress]
+    outcome = {END: end, a.OUTCOME.key: "completed", a.OUTCOME_STAGE.key: ""}
+    whole = replace(root, attributes={**root.attributes, **outcome})
+    earlier = [s for s in first.spans if s is not root]
+    return Trace(trace_id=first.trace_id, spans=(whole, *earlier, *later))
+
+
+def test_attempts_follow_each_other_in_the_partition() -> None:
+    timeline = build_timeline(retried())
+    assert_exact(timeline)
+    assert timeline.attempts == 2
+    assert ViolationKind.REPEATED not in kinds(timeline)
+    numbers = [s.attempt for s in timeline.segments if s.name == "prefill.compute"]
+    assert numbers == [1, 2]
+    assert timeline.part_ns("prefill.compute") == 240 * MS
+
+
+def test_attempt_given_up_late_does_not_take_the_next_ones_time() -> None:
+    def edit(span: Span) -> Span:
+        if span.name == "transfer" and span.attributes[a.ATTEMPT.key] == 1:
+            late = int(str(span.attributes[END])) + 2_000 * MS
+            return replace(span, attributes={**span.attributes, END: late})
+        return span
+
+    timeline = build_timeline(edited(retried(), edit))
+    assert_exact(timeline)
+    assert timeline.part_ns("prefill.compute") == 240 * MS
+    assert ViolationKind.OVERLAP not in kinds(timeline)
+
+
+def test_requests_that_share_a_trace_are_split() -> None:
+    shared = "ab" * 16
+
+    def rehomed(story: Story) -> Sequence[Span]:
+        return [replace(s, trace_id=shared) for s in story.trace().spans]
+
+    caller = replace(Story().trace().spans[0], name="caller", span_id="ca", parent_id=None)
+    spans = (
+        *rehomed(Story(request_id="one")),
+        *rehomed(Story(request_id="two", start_s=3).stalled("transfer", 1)),
+        replace(caller, trace_id=shared, attributes={}),
+    )
+    timelines = build_timelines([Trace(trace_id=shared, spans=spans)])
+    assert [t.request_id for t in timelines] == ["one", "two"]
+    assert [t.violations for t in timelines] == [(), ()]
+    assert timelines[1].part_ns("transfer") == 1_008 * MS
+    assert len({t.key for t in timelines}) == 2
+
+
+def test_two_roots_of_one_request_stay_together_and_are_a_violation() -> None:
+    trace = Story().trace()
+    root = next(s for s in trace.spans if s.name == "chat smol")
+    doubled = replace(trace, spans=(*trace.spans, replace(root, span_id="aa")))
+    assert len(split_requests(doubled)) == 1
+    assert kinds(build_timeline(doubled)) == [ViolationKind.TWO_ROOTS]
+
+
+def test_waits_carry_their_numbers_and_how_long_they_held() -> None:
+    waits = {
+        "decode.reserve": {
+            a.WAIT_REASON.key: "kv_pages",
+            a.WAIT_NEEDED.key: 12,
+            a.WAIT_FREE.key: 3,
+            a.WAIT_BLOCKER.key: "req-9",
+        }
+    }
+    timeline = build_timeline(Story(waits=waits).stalled("decode.reserve", 0.5).trace())
+    (wait,) = timeline.waits_of("decode.reserve")
+    assert (wait.reason, wait.needed, wait.free, wait.blocker) == ("kv_pages", 12, 3, "req-9")
+    assert wait.for_ns is not None
+    assert abs(wait.for_ns - 502 * MS) < 2_000
+
+
+def test_cause_is_the_reason_that_the_recorder_names() -> None:
+    trace = Story(waits={"prefill.queue": {a.WAIT_REASON.key: "token_budget"}}).trace()
+
+    def edit(span: Span) -> Span:
+        if span.name != "prefill.queue":
+            return span
+        late = Event(
+            name="pd.wait",
+            time_ns=span.end_ns - 1_000,
+            attributes={a.WAIT_REASON.key: "kv_pages", a.WAIT_NEEDED.key: 2},
+        )
+        return replace(span, events=(*span.events, late))
+
+    (visit,) = build_timeline(edited(trace, edit)).visits_of("prefill.queue")
+    assert [wait.reason for wait in visit.waits] == ["token_budget", "kv_pages"]
+    assert visit.cause is not None
+    assert visit.cause.reason == "token_budget"
+
+
+def test_tokens_and_times_per_token_come_from_the_trace() -> None:
+    timeline = build_timeline(Story().trace())
+    before = sum(HEALTHY_S.values()) - HEALTHY_S["decode.generate"] - HEALTHY_S["gateway.finish"]
+    assert timeline.ttft_ns == round(before * 1e9)
+    assert timeline.tpot_ns == pytest.approx(HEALTHY_S["decode.generate"] * 1e9 / 31)
+    assert (timeline.prompt_tokens, timeline.output_tokens) == (100, 32)
+    assert (timeline.prefill_worker, timeline.decode_worker) == ("prefill-0", "decode-0")
+
+
+def test_large_traces_take_linear_time() -> None:
+    story = Story()
+    trace = story.trace()
+    transfer = next(s for s in trace.spans if s.name == "transfer.copy")
+    many = [
+        replace(transfer, span_id=f"{index:016x}", attributes={**transfer.attributes})
+        for index in range(50_000)
+    ]
+    timeline = build_timeline(replace(trace, spans=(*trace.spans, *many)))
+    assert_exact(timeline)
