@@ -38,6 +38,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_bias  q, k and v have a bias
     qk_norm         q and k heads are normalized before RoPE
     tied            lm_head is the embedding
+    rope_scaling    how frequencies are scaled, where the config says so by rule
+    rope_factors    the weights hold a divisor per frequency instead (GGUF)
     """
 
     family: str
@@ -53,6 +55,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rms_norm_eps: float
     tied: bool
     rope_scaling: RopeScaling | None
+    rope_factors: bool
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -141,6 +144,7 @@ def _from_hugging_face(folder: Path) -> ModelConfig:
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             tied=bool(raw.get("tie_word_embeddings", False)),
             rope_scaling=_rope_scaling(folder, rope),
+            rope_factors=False,
             eos_token_ids=_hugging_face_eos(folder, raw),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -194,8 +198,6 @@ def _from_gguf(path: Path, meta: GgufMetadata) -> ModelConfig:
     scaling = meta.values.get(f"{family}.rope.scaling.type", "none")
     if scaling != "none":
         raise UnsupportedModelError(f"{path}: rope scaling {scaling!r} in GGUF, expected none")
-    if "rope_freqs.weight" in meta.tensors:
-        raise UnsupportedModelError(f"{path} has rope_freqs.weight, expected unscaled RoPE in GGUF")
     tokens = meta.strings("tokenizer.ggml.tokens")
     hidden_size = meta.integer(f"{family}.embedding_length")
     num_heads = meta.integer(f"{family}.attention.head_count")
@@ -221,6 +223,7 @@ def _from_gguf(path: Path, meta: GgufMetadata) -> ModelConfig:
         rms_norm_eps=meta.number(f"{family}.attention.layer_norm_rms_epsilon"),
         tied="output.weight" not in meta.tensors,
         rope_scaling=None,
+        rope_factors="rope_freqs.weight" in meta.tensors,
         eos_token_ids=_gguf_eos(meta, tokens),
     )
 

@@ -64,7 +64,8 @@ class DecoderModel:
             )
             for i in range(config.num_layers)
         ]
-        self._rope = RotaryEmbedding(config, dtype=self.dtype, device=device)
+        factors = weights["rope_factors"] if config.rope_factors else None
+        self._rope = RotaryEmbedding(config, factors=factors, dtype=self.dtype, device=device)
 
     @torch.inference_mode()
     def forward(

@@ -13,13 +13,25 @@ from server.engine.config import ModelConfig, RopeScaling
 
 
 class RotaryEmbedding:
-    """Angles for any position; computed in float32, returned in the model's dtype."""
+    """Angles for any position; computed in float32, returned in the model's dtype.
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    factors  [head_dim / 2] float32, divisor of each frequency; None: all 1
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        factors: torch.Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         frequency = 1.0 / (config.rope_theta**exponent)
         if config.rope_scaling is not None:
             frequency = _scale_llama3(frequency, config.rope_scaling)
+        if factors is not None:
+            frequency = frequency / factors
         self._frequency = frequency.to(device)
         self._dtype = dtype
 

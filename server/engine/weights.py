@@ -87,7 +87,8 @@ def load_weights(
 
     Names: `embed`, `norm`, `lm_head` (absent when tied), and per layer i `i.attn_norm`, `i.qkv`
     (rows of q, k, v), `i.qkv_bias`, `i.q_norm`, `i.k_norm`, `i.attn_out`, `i.ffn_norm`, `i.gate`,
-    `i.up`, `i.down`; matrices are [out, in]. Raises BrokenModelError for a missing tensor or
+    `i.up`, `i.down`; matrices are [out, in]. `rope_factors` [head_dim / 2] is always float32, and
+    absent unless the config asks for it. Raises BrokenModelError for a missing tensor or
     another shape, UnsupportedModelError for a quantization that cannot be read.
     """
     if source.format is ModelFormat.HUGGING_FACE:
@@ -132,6 +133,8 @@ def _fused(
     yield "norm", get(f"{naming.norm}.weight", hidden)
     if not config.tied:
         yield "lm_head", get(f"{naming.lm_head}.weight", config.vocab_size, hidden)
+    if config.rope_factors:
+        yield "rope_factors", read("rope_freqs.weight").float().reshape(config.head_dim // 2)
     sizes = (q_size, kv_size, kv_size)
     for index in range(config.num_layers):
         layer = naming.layer.format(index)

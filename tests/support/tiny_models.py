@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,31 @@ def save_tiny_gguf(
             gguf_name = gguf_name.replace(old, new)
         if gguf_name != omit:
             writer.add_tensor(gguf_name, np.ascontiguousarray(array))
+    if config.rope_parameters["rope_type"] == "llama3":
+        # llama.cpp keeps the scaling as what each frequency is divided by.
+        factors = _rope_factors(config.rope_parameters, head_dim)
+        writer.add_tensor("rope_freqs.weight", factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _rope_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
+    """llama.cpp's divisors [head_dim / 2] for Llama 3's rule of scaling."""
+    context = rope["original_max_position_embeddings"]
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    factors: list[float] = []
+    for index in range(head_dim // 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * index / head_dim)
+        if wavelength < context / high:
+            factors.append(1.0)
+        elif wavelength > context / low:
+            factors.append(factor)
+        else:
+            smooth = (context / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, dtype=np.float32)
 
 
 def _llama_cpp_rows(array: np.ndarray, num_heads: int) -> np.ndarray:
