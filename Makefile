@@ -36,7 +36,9 @@ fix: setup ## format, repair what ruff can, regenerate docs
 	$(VENV)/python -m pdtrace.glossary
 
 bench: setup ## run the benchmarks; each prints one JSON line
-	@for file in benchmarks/bench_*.py; do echo "$$file" >&2; $(VENV)/python "$$file" || exit 1; done
+	@for file in benchmarks/bench_*.py; do \
+	  echo "$$file" >&2; $(VENV)/python -m benchmarks.$$(basename "$$file" .py) || exit 1; \
+	done
 
 lock: setup ## resolve requirements/dev.txt anew from pyproject.toml
 	$(VENV)/uv pip compile pyproject.toml --extra server --extra dashboards --extra dev --universal \

@@ -8,17 +8,21 @@ from __future__ import annotations
 import signal
 import threading
 
-from pdtrace.agent import Agent, RollingJudge
+from pdtrace.agent import run_agent
+from pdtrace.errors import PdtraceError
 from server.config import ProcessConfig
+from server.errors import StartError
 
 
 def run(config: ProcessConfig) -> None:
-    """Export what this server's processes record until SIGTERM."""
+    """Write and export what this server's processes record, until SIGTERM.
+
+    Raises StartError when the OTEL_* variables ask for what cannot be done.
+    """
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    agent = Agent(config.settings.rings_path, out=config.settings.run_path, judge=RollingJudge())
     try:
-        agent.run(stop)
-    finally:
-        agent.close()
+        run_agent(config.settings.rings_path, out=config.settings.run_path, stop=stop)
+    except PdtraceError as error:
+        raise StartError(str(error)) from error
