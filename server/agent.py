@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from types import FrameType
 
 from pdtrace.agent import run_agent
 from pdtrace.errors import PdtraceError
@@ -20,8 +21,12 @@ def run(config: ProcessConfig) -> None:
     Raises StartError when the OTEL_* variables ask for what cannot be done.
     """
     stop = threading.Event()
+
+    def request_stop(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, request_stop)
     try:
         run_agent(config.settings.rings_path, out=config.settings.run_path, stop=stop)
     except PdtraceError as error:
