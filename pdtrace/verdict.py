@@ -342,9 +342,14 @@ def _notes(timeline: Timeline, kind: VerdictKind, peers: int, policy: VerdictPol
 def _counterfactual(timeline: Timeline, stall: Assessment) -> int:
     """The request's length had the stage taken its usual time.
 
-    What ran beside the stage (`Overlap`) would have taken its time all the same.
+    What ran beside the stage would have taken its time all the same; the end of the answer is no
+    such thing, it waits for what is sent before it.
     """
-    beside = sum(overlap.ns for overlap in timeline.overlaps if overlap.first == stall.leaf.outer)
+    beside = sum(
+        overlap.ns
+        for overlap in timeline.overlaps
+        if overlap.first == stall.leaf.outer and overlap.second != "gateway.finish"
+    )
     return timeline.total_ns - max(0, stall.excess_ns - beside)
 
 

@@ -17,7 +17,8 @@ def describe_wait(wait: Wait) -> str:
     try:
         reason = WaitReason(wait.reason)
     except ValueError:
-        clause = f"waited for {wait.reason}{_amounts(wait, 'units')}"
+        amounts = f":{_amounts(wait, 'units')}" if wait.needed is not None else ""
+        clause = f"waited for {wait.reason}{amounts}"
     else:
         clause = _CLAUSES[reason](wait)
     if wait.position:

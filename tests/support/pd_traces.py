@@ -184,7 +184,7 @@ class _Writer:
         now = self.base
         generate: tuple[str, int] | None = None
         attempt: tuple[int, int] = (now, now)
-        first_token = 0
+        first_token = sent = 0
         for stage in CHAINS[mode]:
             name = stage.name
             if name not in story.lengths_s:
@@ -194,6 +194,9 @@ class _Writer:
                 length += round((story.gap_s + story.preempted_s) * 1e9)
                 # The first token travels while generation goes on.
                 now = first_token or now
+            if name == "gateway.finish":
+                # The answer is written in order: its end waits for the first token.
+                length += max(0, sent - now)
             ended = name == story.ends_in
             span_id = self.span(
                 name,
@@ -210,6 +213,8 @@ class _Writer:
                 attempt = (now + length, now + length)
             if name == "decode.first" and mode is not Mode.PD_EARLY:
                 first_token = now + length
+            if name == "hop.token":
+                sent = now + length
             if name == "decode.generate":
                 generate = (span_id, now)
             if stage.parent == ATTEMPT_SPAN:

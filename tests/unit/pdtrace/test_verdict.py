@@ -1,0 +1,298 @@
+"""An injected stall is blamed on its own stage, healthy requests are not, and the words say why."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdtrace import semconv as a
+from pdtrace.baselines import Baselines, RollingBaselines
+from pdtrace.spans import AttrValue
+from pdtrace.stages import CHAINS, STAGES, Mode, Outcome
+from pdtrace.timeline import Timeline, build_timeline
+from pdtrace.verdict import (
+    Confidence,
+    Verdict,
+    VerdictKind,
+    VerdictPolicy,
+    judge,
+    judge_all,
+    stall_attributes,
+)
+from tests.support.pd_traces import HEALTHY_S, Story, noisy
+
+STALL_S = 2.0
+
+
+def healthy(mode: Mode = Mode.PD, count: int = 20, seed: int = 1) -> list[Story]:
+    rng = random.Random(f"{seed}/{mode.value}")
+    return [noisy(f"req-{index}", rng, mode) for index in range(count)]
+
+
+def judged(stories: list[Story]) -> list[tuple[Timeline, Verdict]]:
+    timelines = [build_timeline(story.trace()) for story in stories]
+    return list(zip(timelines, judge_all(timelines), strict=True))
+
+
+CASES = [
+    (mode, name)
+    for mode, chain in CHAINS.items()
+    for name in [*(stage.name for stage in chain), "decode.gap", "decode.preempted"]
+]
+
+
+@pytest.mark.parametrize(("mode", "stage"), CASES)
+def test_stall_is_blamed_on_its_own_stage_and_on_nobody_else(mode: Mode, stage: str) -> None:
+    stories = healthy(mode)
+    stories[7] = stories[7].stalled(stage, STALL_S)
+    blamed = {
+        timeline.request_id: verdict.stage
+        for timeline, verdict in judged(stories)
+        if verdict.kind is VerdictKind.STALLED
+    }
+    assert blamed == {"req-7": stage}
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_healthy_noisy_requests_are_not_blamed(seed: int) -> None:
+    verdicts = [verdict for _, verdict in judged(healthy(seed=seed, count=40))]
+    assert {verdict.kind for verdict in verdicts} == {VerdictKind.HEALTHY}
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.sampled_from(CASES[:18]), min_size=3, max_size=6), st.integers(0, 1_000))
+def test_several_stalls_in_one_recording_are_each_blamed(
+    stalls: list[tuple[Mode, str]], seed: int
+) -> None:
+    stories = healthy(count=40, seed=seed)
+    expected: dict[str, str] = {}
+    for index, (_, stage) in enumerate(stalls):
+        stories[index * 6] = stories[index * 6].stalled(stage, 3.0)
+        expected[f"req-{index * 6}"] = stage
+    blamed = {
+        timeline.request_id: verdict.stage
+        for timeline, verdict in judged(stories)
+        if verdict.stalled
+    }
+    assert blamed == expected
+
+
+def stalled_verdict(stage: str, waits: dict[str, AttrValue] | None = None) -> Verdict:
+    stories = healthy()
+    slow = replace(Story(request_id="slow"), waits={stage: waits} if waits else {})
+    return judged([*stories, slow.stalled(stage, STALL_S)])[-1][1]
+
+
+def test_sentence_names_stage_excess_cause_and_what_would_have_been() -> None:
+    verdict = stalled_verdict(
+        "decode.reserve",
+        {a.WAIT_REASON.key: "kv_pages", a.WAIT_NEEDED.key: 12, a.WAIT_FREE.key: 3},
+    )
+    assert verdict.sentence == (
+        "slow stalled in decode.reserve: 2.00 s instead of the usual 4.37 ms, "
+        "69% of the request. Needed 12 KV pages, 3 free. "
+        "Without this excess it would have taken 881 ms instead of 2.88 s."
+    )
+    assert verdict.cause == "needed 12 KV pages, 3 free"
+    assert verdict.confidence is Confidence.HIGH
+    assert verdict.advice is not None
+
+
+def test_excess_share_and_counterfactual_agree() -> None:
+    stories = [*healthy(), Story(request_id="slow").stalled("transfer", STALL_S)]
+    timeline, verdict = judged(stories)[-1]
+    assert verdict.excess_ns is not None
+    assert verdict.usual_ns is not None
+    assert verdict.excess_ns == verdict.stage_ns - verdict.usual_ns
+    assert verdict.share == verdict.excess_ns / timeline.total_ns
+    assert verdict.counterfactual_ns == timeline.total_ns - verdict.excess_ns
+
+
+def test_transfer_keeps_the_blame_and_names_its_part() -> None:
+    verdict = stalled_verdict("transfer")
+    assert (verdict.stage, verdict.detail) == ("transfer", "transfer.copy")
+    assert "transfer (mostly transfer.copy)" in verdict.sentence
+
+
+def test_pause_is_blamed_in_place_of_generation() -> None:
+    verdict = stalled_verdict("decode.gap", {a.WAIT_REASON.key: "worker_busy"})
+    assert (verdict.stage, verdict.chain_stage) == ("decode.gap", "decode.generate")
+    assert verdict.wait is not None
+    assert verdict.wait.reason == "worker_busy"
+    assert "where others have none" in verdict.sentence
+
+
+def test_reason_may_come_from_the_other_side_of_the_handshake() -> None:
+    stories = healthy()
+    slow = Story(request_id="slow").stalled("decode.reserve", STALL_S)
+    trace = slow.trace()
+    spans = tuple(
+        replace(s, attributes={**s.attributes, a.WAIT_REASON.key: "peer_not_ready"})
+        if s.name == "prefill.bootstrap"
+        else s
+        for s in trace.spans
+    )
+    timelines = [build_timeline(story.trace()) for story in stories]
+    timelines.append(build_timeline(replace(trace, spans=spans)))
+    verdict = judge_all(timelines)[-1]
+    assert verdict.stage == "decode.reserve"
+    assert verdict.wait is not None
+    assert verdict.wait.reason == "peer_not_ready"
+
+
+def test_stages_beside_the_chain_are_never_blamed() -> None:
+    beside = {s.name for s in STAGES} - {s.name for c in CHAINS.values() for s in c}
+    beside -= {"decode.gap", "decode.preempted"}
+    for _, verdict in judged(healthy()):
+        assert not {x.leaf.name for x in verdict.assessments} & beside
+
+
+def test_late_first_token_does_not_promise_a_shorter_request() -> None:
+    lengths = {**HEALTHY_S, "decode.generate": 3.0}
+    slow = Story(request_id="slow", lengths_s=lengths, output_tokens=150)
+    stories = [*healthy(), slow.stalled("hop.token", STALL_S)]
+    timeline, verdict = judged(stories)[-1]
+    assert verdict.stage == "hop.token"
+    assert verdict.counterfactual_ns is not None
+    assert verdict.counterfactual_ns > timeline.total_ns - 10_000_000
+    assert "the first token came 2.00 s late, the last one did not" in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason", "by", "phrase"),
+    [
+        (Outcome.TIMED_OUT, "deadline", "gateway", "timed out by gateway (deadline)"),
+        (Outcome.CANCELLED, None, "client", "was cancelled by client"),
+        (Outcome.FAILED, "transfer_failed", None, "failed (transfer_failed)"),
+        (Outcome.LOST, "process_lost", "decode-0", "was lost by decode-0 (process_lost)"),
+        (Outcome.REJECTED, "queue_full", None, "was rejected (queue_full)"),
+    ],
+)
+def test_unfinished_request_names_the_stage_it_ended_in(
+    outcome: Outcome, reason: str | None, by: str | None, phrase: str
+) -> None:
+    waits = {"decode.reserve": {a.WAIT_REASON.key: "kv_pages"}}
+    ended = Story(
+        request_id="ended",
+        outcome=outcome,
+        reason=reason,
+        by=by,
+        ends_in="decode.reserve",
+        waits=waits,
+    ).stalled("decode.reserve", 5.0)
+    verdict = judged([*healthy(), ended])[-1][1]
+    assert verdict.kind is VerdictKind.ENDED
+    assert verdict.stage == "decode.reserve"
+    assert f"ended {phrase} after 5.01 s in decode.reserve, 5.00 s into it." in verdict.sentence
+    assert "Waited for KV pages." in verdict.sentence
+
+
+def test_unfinished_request_also_tells_what_held_it_up_before() -> None:
+    ended = Story(request_id="ended", outcome=Outcome.TIMED_OUT, ends_in="decode.queue")
+    verdict = judged([*healthy(), ended.stalled("transfer", 4.0)])[-1][1]
+    assert (verdict.kind, verdict.stage) == (VerdictKind.ENDED, "decode.queue")
+    assert verdict.stall is not None
+    assert verdict.stall.leaf.name == "transfer"
+    assert "Before that, transfer took 4.01 s" in verdict.sentence
+
+
+def test_without_peers_the_longest_stage_is_named_and_nothing_is_claimed() -> None:
+    ((_, verdict),) = judged([Story(request_id="only")])
+    assert verdict.kind is VerdictKind.UNKNOWN
+    assert verdict.confidence is Confidence.NONE
+    assert verdict.stage == "decode.generate"
+    assert (verdict.usual_ns, verdict.excess_ns, verdict.stalled) == (None, None, False)
+    assert "no other request" in verdict.sentence
+    assert verdict.notes
+
+
+def test_few_peers_lower_the_confidence() -> None:
+    stories = [*healthy(count=3), Story(request_id="slow").stalled("transfer", STALL_S)]
+    verdict = judged(stories)[-1][1]
+    assert (verdict.stage, verdict.stalled) == ("transfer", True)
+    assert verdict.confidence is Confidence.LOW
+    assert any("only 3 requests" in note for note in verdict.notes)
+    assert stall_attributes(verdict) == {}
+
+
+def test_time_without_a_stage_is_no_confident_verdict() -> None:
+    slow = Story(request_id="slow").stalled("transfer", STALL_S).trace()
+    spans = tuple(span for span in slow.spans if not span.name.startswith("transfer"))
+    timelines = [build_timeline(story.trace()) for story in healthy()]
+    timelines.append(build_timeline(replace(slow, spans=spans)))
+    verdict = judge_all(timelines)[-1]
+    assert not verdict.stalled
+    assert verdict.confidence is Confidence.LOW
+    assert any("missing: transfer" in note for note in verdict.notes)
+
+
+def test_trace_without_spans_is_judged_without_a_stage() -> None:
+    empty = build_timeline(replace(Story().trace(), spans=()))
+    verdict = judge(empty, Baselines([]))
+    assert (verdict.kind, verdict.stage) == (VerdictKind.UNKNOWN, None)
+    assert "no stage was recorded" in verdict.sentence
+
+
+def test_policy_decides_what_counts() -> None:
+    stories = [*healthy(), Story(request_id="slow").stalled("transfer", 0.2)]
+    timelines = [build_timeline(story.trace()) for story in stories]
+    assert not judge_all(timelines)[-1].stalled
+    strict = VerdictPolicy(floor_s=0.1, share=0.1)
+    assert judge_all(timelines, strict)[-1].stage == "transfer"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"floor_s": -1.0}, {"share": 1.5}, {"ratio": 0.5}, {"spreads": -1.0}, {"enough_peers": 0}],
+)
+def test_policy_refuses_values_out_of_range(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        VerdictPolicy(**wrong)  # type: ignore[arg-type]
+
+
+def test_common_queueing_is_usual() -> None:
+    rng = random.Random(3)
+    stories = [
+        replace(story, lengths_s={**story.lengths_s, "decode.queue": rng.uniform(0.0, 1.5)})
+        for story in healthy(count=30)
+    ]
+    assert not any(verdict.stalled for _, verdict in judged(stories))
+
+
+def test_root_attributes_name_the_stall_and_its_reason() -> None:
+    verdict = stalled_verdict("prefill.queue", {a.WAIT_REASON.key: "token_budget"})
+    attributes = stall_attributes(verdict)
+    assert attributes[a.STALL_STAGE.key] == "prefill.queue"
+    assert attributes[a.STALL_REASON.key] == "token_budget"
+    seconds = attributes[a.STALL_SECONDS.key]
+    assert isinstance(seconds, float)
+    assert seconds == pytest.approx(STALL_S, abs=0.2)
+
+
+def test_healthy_requests_get_no_stall_attributes() -> None:
+    for _, verdict in judged(healthy()):
+        assert stall_attributes(verdict) == {}
+
+
+def test_rolling_baselines_judge_a_stream_of_requests() -> None:
+    rolling = RollingBaselines(window=32)
+    stages = [name for mode, name in CASES if mode is Mode.PD]
+    blamed: list[str | None] = []
+    rng = random.Random(11)
+    for index in range(40 + len(stages) * 4):
+        story = noisy(f"req-{index}", rng)
+        stage = stages[(index - 40) // 4] if index >= 40 and index % 4 == 0 else None
+        if stage is not None:
+            story = story.stalled(stage, 3.0)
+        timeline = build_timeline(story.trace())
+        verdict = judge(timeline, rolling)
+        rolling.add(timeline)
+        if index >= 40:
+            assert verdict.stalled is (stage is not None), verdict.sentence
+            if stage is not None:
+                blamed.append(verdict.stage)
+    assert blamed == stages

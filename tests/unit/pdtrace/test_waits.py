@@ -1,0 +1,62 @@
+"""One clause per reason, with its numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdtrace.stages import WaitReason
+from pdtrace.timeline import Wait
+from pdtrace.waits import describe_wait
+
+
+@pytest.mark.parametrize(
+    ("wait", "clause"),
+    [
+        (
+            Wait(stage="s", reason="kv_pages", needed=12, free=3, blocker="req-17"),
+            "needed 12 KV pages, 3 free; behind req-17",
+        ),
+        (Wait(stage="s", reason="kv_pages"), "waited for KV pages"),
+        (
+            Wait(stage="s", reason="slots", needed=1, free=0, limit=8, position=2),
+            "needed 1 slots in the running batch, 0 free, limit 8; 2 ahead in the queue",
+        ),
+        (
+            Wait(stage="s", reason="token_budget", needed=512, free=64, limit=256),
+            "needed 512 tokens of the step's budget, 64 free, limit 256",
+        ),
+        (
+            Wait(stage="s", reason="concurrency", needed=1, free=0, limit=4),
+            "the concurrency limit of 4 was reached",
+        ),
+        (
+            Wait(stage="s", reason="head_of_line", blocker="req-3", position=1),
+            "an earlier request in the same queue came first: req-3; 1 ahead in the queue",
+        ),
+        (
+            Wait(stage="s", reason="worker_busy", blocker="req-3"),
+            "the worker was running a step of other requests: req-3",
+        ),
+        (
+            Wait(stage="s", reason="no_worker", needed=2, free=1),
+            "needed 2 ready workers, 1 were ready",
+        ),
+        (
+            Wait(stage="s", reason="preempted", needed=4, free=1),
+            "its pages went to running requests; needed 4 KV pages, 1 free",
+        ),
+        (
+            Wait(stage="s", reason="of another maker", needed=3),
+            "waited for of another maker 3 units",
+        ),
+    ],
+)
+def test_clause_of_a_reason(wait: Wait, clause: str) -> None:
+    assert describe_wait(wait) == clause
+
+
+@pytest.mark.parametrize("reason", list(WaitReason))
+def test_every_reason_has_a_clause(reason: WaitReason) -> None:
+    clause = describe_wait(Wait(stage="s", reason=reason.value))
+    assert clause
+    assert not clause.endswith(".")
