@@ -28,10 +28,10 @@ def describe_wait(wait: Wait) -> str:
     return clause
 
 
-def _capacity(unit: str) -> Callable[[Wait], str]:
+def _capacity(one: str, many: str) -> Callable[[Wait], str]:
     def clause(wait: Wait) -> str:
         verb = "waited for" if wait.needed is None else "needed"
-        return f"{verb}{_amounts(wait, unit)}"
+        return f"{verb}{_amounts(wait, one if wait.needed == 1 else many)}"
 
     return clause
 
@@ -66,7 +66,7 @@ def _concurrency(wait: Wait) -> str:
 
 def _no_worker(wait: Wait) -> str:
     if wait.free is not None and wait.needed is not None:
-        return f"needed {wait.needed} ready workers, {wait.free} were ready"
+        return f"needed {wait.needed} ready workers, had {wait.free}"
     return "no worker was ready"
 
 
@@ -82,9 +82,11 @@ def _preempted(wait: Wait) -> str:
 
 _CLAUSES: Mapping[WaitReason, Callable[[Wait], str]] = MappingProxyType(
     {
-        WaitReason.KV_PAGES: _capacity("KV pages"),
-        WaitReason.SLOTS: _capacity("slots in the running batch"),
-        WaitReason.TOKEN_BUDGET: _capacity("tokens of the step's budget"),
+        WaitReason.KV_PAGES: _capacity("KV page", "KV pages"),
+        WaitReason.SLOTS: _capacity("slot in the running batch", "slots in the running batch"),
+        WaitReason.TOKEN_BUDGET: _capacity(
+            "token of the step's budget", "tokens of the step's budget"
+        ),
         WaitReason.CONCURRENCY: _concurrency,
         WaitReason.NO_WORKER: _no_worker,
         WaitReason.PEER_NOT_READY: lambda _: "the other leg had not answered",

@@ -19,7 +19,7 @@ from pdtrace.waits import describe_wait
         (Wait(stage="s", reason="kv_pages"), "waited for KV pages"),
         (
             Wait(stage="s", reason="slots", needed=1, free=0, limit=8, position=2),
-            "needed 1 slots in the running batch, 0 free, limit 8; 2 ahead in the queue",
+            "needed 1 slot in the running batch, 0 free, limit 8; 2 ahead in the queue",
         ),
         (
             Wait(stage="s", reason="token_budget", needed=512, free=64, limit=256),
@@ -39,15 +39,15 @@ from pdtrace.waits import describe_wait
         ),
         (
             Wait(stage="s", reason="no_worker", needed=2, free=1),
-            "needed 2 ready workers, 1 were ready",
+            "needed 2 ready workers, had 1",
         ),
         (
             Wait(stage="s", reason="preempted", needed=4, free=1),
             "its pages went to running requests; needed 4 KV pages, 1 free",
         ),
         (
-            Wait(stage="s", reason="of another maker", needed=3),
-            "waited for of another maker 3 units",
+            Wait(stage="s", reason="disk", needed=3),
+            "waited for disk: 3 units",
         ),
     ],
 )
