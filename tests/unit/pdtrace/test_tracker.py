@@ -1,0 +1,266 @@
+"""When a request counts as finished, and what becomes of records that fit none."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdtrace.propagation import RequestContext
+from pdtrace.ring.records import EndRecord, MarkRecord, OpenRecord, Record
+from pdtrace.stages import MARKS, Mark, Role
+from pdtrace.testing import SequentialIds
+from pdtrace.tracker import MAX_GRACES, MAX_MARKS, MAX_UNNAMED, RequestTracker
+from tests.support.marked_requests import process
+
+GRACE_NS = 1_000
+GATEWAY, PREFILL, DECODE = "gateway.ring", "prefill.ring", "decode.ring"
+
+
+def tracker_of(*, max_open: int = 100) -> RequestTracker:
+    tracker = RequestTracker(grace_ns=GRACE_NS, max_open=max_open)
+    for ring, role in ((GATEWAY, Role.GATEWAY), (PREFILL, Role.PREFILL), (DECODE, Role.DECODE)):
+        tracker.add_ring(ring, process(role))
+    return tracker
+
+
+def contexts(count: int) -> list[RequestContext]:
+    ids = SequentialIds()
+    return [RequestContext.create(ids=ids) for _ in range(count)]
+
+
+CONTEXT = contexts(1)[0]
+
+
+def opened(context: RequestContext = CONTEXT, key: int = 1) -> OpenRecord:
+    return OpenRecord(key=key, t_ns=0, context=context)
+
+
+def mark(kind: Mark, key: int = 1, t_ns: int = 5) -> MarkRecord:
+    return MarkRecord(mark=kind, key=key, attempt=1, t_ns=t_ns)
+
+
+def ended(key: int = 1) -> EndRecord:
+    return EndRecord(key=key, t_ns=9)
+
+
+def routed(prefill: str = "prefill-0", decode: str = "decode-0") -> MarkRecord:
+    values = (prefill, decode, *[None] * (len(MARKS[Mark.ROUTED].attrs) - 2))
+    return MarkRecord(mark=Mark.ROUTED, key=1, attempt=1, t_ns=4, values=values)
+
+
+WHOLE: list[Record] = [opened(), mark(Mark.RECEIVED), mark(Mark.COMPLETED), ended()]
+
+
+def test_request_is_finished_when_the_gateway_completed_and_every_leg_let_go() -> None:
+    tracker = tracker_of()
+    assert tracker.feed(GATEWAY, WHOLE[:2], 0) == [CONTEXT.root_span_id]
+    assert tracker.feed(DECODE, [opened(), mark(Mark.RESERVE_RECEIVED)], 0) == [
+        CONTEXT.root_span_id
+    ]
+    assert tracker.finished(0) == []
+    tracker.feed(GATEWAY, WHOLE[2:], 1)
+    assert tracker.finished(1) == []
+    tracker.feed(DECODE, [ended()], 2)
+    [request] = tracker.finished(2)
+    assert request.request_id == CONTEXT.request_id
+    assert request.gave_up is None
+    assert [[m.mark for m in leg.marks] for leg in request.legs] == [
+        [Mark.RECEIVED, Mark.COMPLETED],
+        [Mark.RESERVE_RECEIVED],
+    ]
+    assert request.attempts[1].span_id == CONTEXT.attempt_span_id
+    assert tracker.finished(99_999) == []
+    assert tracker.num_open == 0
+
+
+def test_leg_that_does_not_let_go_is_waited_for_and_then_named() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, WHOLE, 0)
+    tracker.feed(DECODE, [opened()], 0)
+    assert tracker.finished(GRACE_NS - 1) == []
+    [request] = tracker.finished(GRACE_NS)
+    assert request.gave_up == "decode-0 did not finish"
+
+
+def test_leg_that_goes_on_recording_is_not_waited_for_without_end() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, WHOLE, 0)
+    tracker.feed(DECODE, [opened()], 0)
+    for now_ns in range(0, MAX_GRACES * GRACE_NS, GRACE_NS // 2):
+        tracker.feed(DECODE, [mark(Mark.TOKEN_GAP)], now_ns)
+        assert tracker.finished(now_ns) == []
+    assert len(tracker.finished(MAX_GRACES * GRACE_NS)) == 1
+
+
+def test_worker_that_was_chosen_is_waited_for_before_it_is_heard() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, [opened(), routed(), mark(Mark.COMPLETED), ended()], 0)
+    assert tracker.finished(0) == []
+    for ring in (PREFILL, DECODE):
+        tracker.feed(ring, [opened(), ended()], 1)
+    assert [request.gave_up for request in tracker.finished(1)] == [None]
+
+
+def test_worker_of_another_host_is_not_waited_for() -> None:
+    tracker = tracker_of()
+    records = [opened(), routed("prefill-9", "decode-9"), mark(Mark.COMPLETED), ended()]
+    tracker.feed(GATEWAY, records, 0)
+    assert len(tracker.finished(0)) == 1
+
+
+def test_records_after_the_end_are_counted_as_late() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, WHOLE, 0)
+    tracker.feed(DECODE, [opened()], 0)
+    tracker.finished(GRACE_NS)
+    tracker.feed(DECODE, [mark(Mark.DECODE_RELEASED), ended()], GRACE_NS)
+    tracker.feed(PREFILL, [opened(), mark(Mark.SOURCE_RELEASED), ended()], GRACE_NS)
+    assert tracker.counts.late == 2
+    assert tracker.num_open == 0
+
+
+def test_marks_before_their_open_record_are_kept_for_it() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, [mark(Mark.RECEIVED), opened(), mark(Mark.COMPLETED), ended()], 0)
+    [request] = tracker.finished(0)
+    assert [m.mark for m in request.legs[0].marks] == [Mark.RECEIVED, Mark.COMPLETED]
+    assert tracker.counts.unnamed == 0
+
+
+def test_marks_that_stay_without_open_record_are_counted() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, [mark(Mark.RECEIVED), ended()], 0)
+    tracker.feed(DECODE, [mark(Mark.TOKEN_GAP, key=7) for _ in range(MAX_UNNAMED + 3)], 0)
+    tracker.ring_gone(DECODE, None, "process_exited")
+    assert tracker.counts.unnamed == 1 + 3 + MAX_UNNAMED
+
+
+def test_repeated_open_record_changes_nothing() -> None:
+    tracker = tracker_of()
+    assert len(tracker.feed(GATEWAY, [opened(), opened(), *WHOLE[1:]], 0)) == 1
+    [request] = tracker.finished(0)
+    assert len(request.legs) == 1
+
+
+def test_second_attempt_is_the_same_request() -> None:
+    second = CONTEXT.next_attempt(ids=SequentialIds(50))
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, [opened(), mark(Mark.ABORTED), opened(second, 2), ended(1)], 0)
+    assert tracker.finished(GRACE_NS) == []
+    tracker.feed(GATEWAY, [mark(Mark.COMPLETED, key=2), ended(2)], GRACE_NS)
+    [request] = tracker.finished(GRACE_NS)
+    assert sorted(request.attempts) == [1, 2]
+    assert request.attempts[2].handoff_id == second.handoff_id
+    assert len(request.legs) == 1
+
+
+def test_dead_worker_is_lost_and_no_longer_waited_for() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, WHOLE[:2], 0)
+    tracker.feed(DECODE, [opened(), mark(Mark.RESERVE_RECEIVED, t_ns=70)], 0)
+    tracker.ring_gone(DECODE, 90, "process_lost")
+    assert tracker.finished(1) == []
+    tracker.feed(GATEWAY, WHOLE[2:], 2)
+    [request] = tracker.finished(2)
+    [leg] = [leg for leg in request.legs if leg.process.role is Role.DECODE]
+    assert (leg.lost_at_ns, leg.lost_reason) == (90, "process_lost")
+    assert request.gave_up is None
+
+
+def test_death_that_nobody_saw_counts_from_the_last_record() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, [opened(), mark(Mark.RECEIVED, t_ns=70)], 0)
+    tracker.ring_gone(GATEWAY, None, "process_lost")
+    [request] = tracker.finished(GRACE_NS)
+    assert request.legs[0].lost_at_ns == 70
+
+
+def test_leg_that_had_let_go_is_not_lost() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, WHOLE[:2], 0)
+    tracker.feed(DECODE, [opened(), mark(Mark.RESERVE_RECEIVED), ended()], 0)
+    tracker.ring_gone(DECODE, 90, "process_lost")
+    tracker.feed(GATEWAY, WHOLE[2:], 2)
+    [request] = tracker.finished(2)
+    assert all(leg.lost_at_ns is None for leg in request.legs)
+
+
+def test_host_without_gateway_finishes_after_silence() -> None:
+    tracker = tracker_of()
+    tracker.feed(DECODE, [opened(), mark(Mark.RESERVE_RECEIVED), ended()], 0)
+    assert tracker.finished(GRACE_NS - 1) == []
+    assert len(tracker.finished(GRACE_NS)) == 1
+
+
+def test_oldest_requests_are_given_up_when_there_are_too_many() -> None:
+    tracker = tracker_of(max_open=3)
+    for number, context in enumerate(contexts(5)):
+        tracker.feed(GATEWAY, [opened(context, number + 1)], 0)
+    evicted = tracker.finished(0)
+    assert [request.request_id for request in evicted] == ["req-1", "req-2"]
+    assert {request.gave_up for request in evicted} == {"too many requests in flight"}
+    assert (tracker.num_open, tracker.counts.evicted) == (3, 2)
+
+
+def test_marks_of_one_request_are_bounded_but_its_end_is_kept() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, [opened()], 0)
+    tracker.feed(GATEWAY, [mark(Mark.WAITING)] * (MAX_MARKS + 5), 0)
+    tracker.feed(GATEWAY, [mark(Mark.COMPLETED), ended()], 0)
+    [request] = tracker.finished(0)
+    assert len(request.legs[0].marks) == MAX_MARKS + 1
+    assert request.legs[0].records_missed == tracker.counts.overgrown == 5
+
+
+def test_lost_records_are_told_to_the_requests_in_flight_there() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, WHOLE[:2], 0)
+    tracker.feed(DECODE, [opened(), ended()], 0)
+    tracker.records_missed(DECODE, 7)
+    tracker.feed(GATEWAY, WHOLE[2:], 0)
+    [request] = tracker.finished(0)
+    assert {leg.process.role: leg.records_missed for leg in request.legs} == {
+        Role.GATEWAY: 0,
+        Role.DECODE: 7,
+    }
+
+
+def test_requests_exported_before_are_not_built_again() -> None:
+    tracker = tracker_of()
+    tracker.remember_finished([CONTEXT.root_span_id])
+    tracker.feed(GATEWAY, WHOLE, 0)
+    assert tracker.finished(GRACE_NS) == []
+    other = contexts(2)[1]
+    tracker.remember_finished([other.attempt_span_id])
+    assert tracker.feed(DECODE, [opened(other, 2)], 0) == []
+
+
+def test_same_request_id_in_one_trace_is_two_requests() -> None:
+    ids = SequentialIds(10)
+    again = msgspec.structs.replace(
+        RequestContext.create(ids=ids), request_id=CONTEXT.request_id, trace_id=CONTEXT.trace_id
+    )
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, WHOLE, 0)
+    tracker.feed(GATEWAY, [opened(again, 2), mark(Mark.COMPLETED, key=2), ended(2)], 0)
+    assert len(tracker.finished(0)) == 2
+
+
+def test_blockers_are_resolved_to_their_spans() -> None:
+    blocker, blocked = contexts(2)
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, [opened(blocker, 1), opened(blocked, 2)], 0)
+    values = ("gateway.queue", "concurrency", None, None, None, None, blocker.request_id)
+    waiting = MarkRecord(mark=Mark.WAITING, key=2, attempt=1, t_ns=5, values=values)
+    tracker.feed(GATEWAY, [waiting, mark(Mark.COMPLETED, key=2), ended(2)], 0)
+    [request] = tracker.finished(0)
+    assert request.blockers == {blocker.request_id: (blocker.trace_id, blocker.root_span_id)}
+
+
+def test_ended_requests_can_be_had_without_waiting_and_others_stay() -> None:
+    one, two = contexts(2)
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, [opened(one, 1), mark(Mark.COMPLETED), ended(), opened(two, 2)], 0)
+    tracker.feed(DECODE, [opened(one, 1)], 0)
+    [request] = tracker.finish_ended()
+    assert request.gave_up == "decode-0 did not finish"
+    assert tracker.num_open == 1
