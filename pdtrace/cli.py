@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
 
 import typer
@@ -251,6 +253,37 @@ def stages(as_json: JsonOption = False) -> int:
         console, ascii_only = _console()
         console.print(stages_view(ascii_only=ascii_only))
     return 0
+
+
+@app.command(
+    epilog="Example: [bold]pdtrace agent --rings run/rings --out run[/]. With "
+    "OTEL_EXPORTER_OTLP_ENDPOINT set, spans are exported there as well."
+)
+@_guarded
+def agent(
+    rings: Annotated[
+        Path, typer.Option("--rings", metavar="DIR", help="Directory of ring files to tail.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Run directory to write traces/ and the agent's state to.",
+            show_default=False,
+        ),
+    ] = None,
+    until_closed: Annotated[
+        bool, typer.Option("--until-closed", help="Exit when every ring is finished.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Tail the rings of this host; write and export the spans of finished requests."""
+    # It brings the exporters with it, which no other command needs.
+    from pdtrace.agent import agent_command  # noqa: PLC0415
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    return agent_command(rings, out=out, until_closed=until_closed, as_json=as_json)
 
 
 def _console() -> tuple[Console, bool]:

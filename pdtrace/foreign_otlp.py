@@ -128,8 +128,6 @@ def _normalised(span: object) -> dict[str, Any]:
     fields["spanId"] = _id(fields["spanId"], 16)
     parent = fields.get("parentSpanId")
     fields["parentSpanId"] = _id(parent, 16) if parent and str(parent).strip("0") else None
-    if fields["parentSpanId"] == fields["spanId"]:
-        fields["parentSpanId"] = None
     fields["kind"] = _enum(fields.get("kind"), {kind.name: kind for kind in SpanKind})
     status = fields.get("status")
     status = _camel_keys(cast("dict[str, Any]", status)) if isinstance(status, dict) else {}

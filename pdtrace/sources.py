@@ -14,7 +14,7 @@ import stat
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import IO, Protocol, cast
@@ -365,7 +365,7 @@ class _Reader:
                 self._bad(name, number, "no span has usable ids and times")
                 return
         self.usable += 1
-        self.spans += spans
+        self.spans += (_rooted(span) for span in spans)
 
     def _bad_json(self, name: str, number: int, line: bytes, reason: str) -> None:
         if not line.endswith(b"\n") and b"truncated" in reason.encode():
@@ -376,6 +376,13 @@ class _Reader:
         self.problems.bad_line_count += 1
         if len(self.problems.bad_lines) < _MAX_BAD_LINES:
             self.problems.bad_lines.append(BadLine(name, number, reason))
+
+
+def _rooted(span: Span) -> Span:
+    """A parent id of zeros, or the span's own, means that there is no parent."""
+    if span.parent_id and (span.parent_id == span.span_id or not span.parent_id.strip("0")):
+        return replace(span, parent_id=None)
+    return span
 
 
 def _opens_document(line: bytes) -> bool:
