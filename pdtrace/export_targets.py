@@ -9,6 +9,7 @@ checked once, with the encoder, and the compatible path is taken when something 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -160,7 +161,7 @@ def console_target() -> Target:
     """The SDK's console exporter: JSON on stdout, for a look at single spans."""
     from opentelemetry.sdk.trace.export import ConsoleSpanExporter  # noqa: PLC0415
 
-    return _SdkTarget("the console", ConsoleSpanExporter())
+    return _SdkTarget("the console", ConsoleSpanExporter(out=sys.stdout))
 
 
 def sdk_target(name: str, exporter: Any) -> Target:
