@@ -79,15 +79,12 @@ class Attempt:
         return self.context.handoff_id
 
 
-def failure_of(event: Event, attempt: Attempt) -> RequestError | None:
+def failure_of(event: Event) -> RequestError | None:
     """What `event` says about an attempt that has not finished; None if all is well."""
     if isinstance(event, WorkerGone):
         return WorkerLost(f"{event.peer.instance} vanished while it held the request.")
-    if isinstance(event, LegClosed):
-        # Prefill completes before decode does; decode completes with its last token.
-        ends_all = event.instance == attempt.choice.decode.peer.instance
-        if event.outcome != Outcome.COMPLETED or ends_all:
-            return LegFailed.of(event)
+    if isinstance(event, LegClosed) and event.outcome != Outcome.COMPLETED:
+        return LegFailed.of(event)
     return None
 
 

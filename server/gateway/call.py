@@ -47,7 +47,6 @@ class Call:
     output: OutputStream | None = None
     stages: dict[str, float] = field(default_factory=dict[str, float])
     stage_began_ns: int = 0
-    tokenized: bool = False
     first_write_ns: int | None = None
     last_write_ns: int | None = None
 

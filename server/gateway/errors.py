@@ -65,15 +65,18 @@ class LegFailed(RequestError):  # noqa: N818 -- named after what happened, as it
         self.http_status = _STATUS_BY_CODE.get(code, _STATUS_BY_OUTCOME.get(outcome, 502))
 
     @classmethod
+    def incomplete(cls, instance: str) -> LegFailed:
+        """Every leg completed, and yet the last token never came."""
+        return cls(
+            f"{instance} closed the request before its last token.",
+            code=STREAM_INCOMPLETE,
+            outcome=Outcome.FAILED,
+            by=instance,
+        )
+
+    @classmethod
     def of(cls, closed: LegClosed) -> LegFailed:
-        """The failure that `closed` reports; a leg that completed too early is one as well."""
-        if closed.outcome == Outcome.COMPLETED:
-            return cls(
-                f"{closed.instance} closed the request before its last token.",
-                code=STREAM_INCOMPLETE,
-                outcome=Outcome.FAILED,
-                by=closed.instance,
-            )
+        """The failure that `closed` reports."""
         try:
             outcome = Outcome(closed.outcome)
         except ValueError:

@@ -28,7 +28,6 @@ from server.config import COLOCATED, Settings
 from server.engine.base import ModelInfo
 from server.errors import (
     DeadlineExceeded,
-    InvalidRequest,
     Overloaded,
     RequestError,
     WorkerLost,
@@ -233,7 +232,6 @@ class Gateway:
             self.mode,
             at_ns=now_ns,
         )
-        call.tokenized = True
         call.stage_ended("gateway.ingest", now_ns)
 
     async def _admit(self, call: Call) -> None:
@@ -311,13 +309,18 @@ class Gateway:
         while output.finish_reason is None:
             text = ""
             failure: RequestError | None = None
-            for event in await call.mailbox.take():
+            events = await call.mailbox.take()
+            # Legs overtake each other, so only when all are closed is it sure that nothing follows.
+            exhausted = attempt.closed.is_set()
+            for event in events:
                 if isinstance(event, TokenItem):
                     text += output.feed(event).text
-                elif output.finish_reason is None:
-                    failure = failure_of(event, attempt)
+                else:
+                    failure = failure_of(event)
                 if failure is not None or output.finish_reason is not None:
                     break
+            if exhausted and failure is None and output.finish_reason is None:
+                failure = LegFailed.incomplete(attempt.choice.decode.peer.instance)
             if text:
                 if call.first_write_ns is None:
                     await self._hold(call, "hop.token")
@@ -345,7 +348,8 @@ class Gateway:
     async def _fail(self, call: Call, error: RequestError) -> None:
         """End the request with `error`: tell the legs, the client and the trace."""
         outcome, by = outcome_of(error, dispatched=call.attempt is not None)
-        if call.tokenized and not isinstance(error, LegFailed | InvalidRequest):
+        # What was refused never had a stage to end; what a leg gave up, that leg has recorded.
+        if outcome is not Outcome.REJECTED and not isinstance(error, LegFailed):
             call.trace.abort(outcome, error.code, by)
         self._let_go(call, outcome, by, error.code)
         try:
