@@ -1,0 +1,149 @@
+"""Members' states from heartbeats, on a clock of the test's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdtrace.stages import Role
+from server.engine.fake import FakeModel
+from server.gateway.registry import MemberState, Registry, WorkerUse
+from server.gateway.routing import count_pairs
+from server.wire.messages import Heartbeat, Peer, WorkerLoad
+
+MODEL = FakeModel()
+PLAN = [("transfer-0", Role.TRANSFER), ("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)]
+
+
+def beat(
+    name: str, role: Role, *, incarnation: str = "1", seq: int = 1, **fields: Any
+) -> Heartbeat:
+    values: dict[str, Any] = {
+        "peer": Peer(instance=name, endpoint=f"ipc://{name}", incarnation=incarnation),
+        "role": role,
+        "seq": seq,
+        "sent_ns": 0,
+        "load": WorkerLoad(pages_total=10, pages_free=10),
+        "progress_age_s": 0.0,
+        "busy": False,
+        "info": None if role is Role.TRANSFER else MODEL.info,
+        "layout": None if role is Role.TRANSFER else MODEL.layout(16),
+        **fields,
+    }
+    return Heartbeat(**values)
+
+
+def registry(*, colocated: bool = False, num_transfers: int = 1) -> Registry:
+    return Registry(
+        fingerprint=MODEL.info.fingerprint,
+        colocated=colocated,
+        num_transfers=num_transfers,
+        dead_after_s=3.0,
+        stalled_after_s=10.0,
+    )
+
+
+def full_registry() -> Registry:
+    members = registry()
+    for name, role in PLAN:
+        members.observe(beat(name, role), 0.0)
+    return members
+
+
+def pairs(members: Registry, now_s: float = 0.0) -> int:
+    return count_pairs(members.snapshot(now_s, {}))
+
+
+def state(members: Registry, name: str, now_s: float = 0.0) -> MemberState:
+    (report,) = [r for r in members.reports(now_s) if r.instance == name]
+    assert (report.reason is None) is (report.state is MemberState.READY)
+    return report.state
+
+
+def test_whole_set_makes_a_pair() -> None:
+    assert pairs(full_registry()) == 1
+    assert {r.state for r in full_registry().reports(0.0)} == {MemberState.READY}
+
+
+def test_any_missing_role_makes_none() -> None:
+    for missing, _ in PLAN:
+        members = registry()
+        for name, role in PLAN:
+            if name != missing:
+                members.observe(beat(name, role), 0.0)
+        assert pairs(members) == 0, missing
+
+
+def test_silent_worker_is_dead_once_and_revives() -> None:
+    members = full_registry()
+    assert members.newly_dead(3.0) == []
+    for name, role in PLAN[:2]:
+        members.observe(beat(name, role, seq=2), 3.0)
+    (dead,) = members.newly_dead(3.1)
+    assert dead.instance == "decode-0"
+    assert members.newly_dead(3.2) == []
+    assert state(members, "decode-0", 3.2) is MemberState.DEAD
+    assert pairs(members, 3.2) == 0
+    members.observe(beat("decode-0", Role.DECODE, seq=2), 4.0)
+    assert pairs(members, 4.0) == 1
+    assert len(members.newly_dead(9.0)) == 3
+
+
+def test_new_incarnation_replaces_the_old_for_good() -> None:
+    members = full_registry()
+    replaced = members.observe(beat("decode-0", Role.DECODE, incarnation="2"), 1.0)
+    assert replaced is not None
+    assert replaced.incarnation == "1"
+    assert members.observe(beat("decode-0", Role.DECODE, incarnation="1", seq=9), 1.1) is None
+    (worker,) = members.snapshot(1.1, {}).decode
+    assert worker.peer.incarnation == "2"
+
+
+def test_late_beat_of_the_same_incarnation_changes_nothing() -> None:
+    members = full_registry()
+    members.observe(beat("decode-0", Role.DECODE, seq=5, draining=True), 1.0)
+    members.observe(beat("decode-0", Role.DECODE, seq=4), 1.1)
+    assert state(members, "decode-0", 1.1) is MemberState.DRAINING
+    assert pairs(members, 1.1) == 0
+
+
+def test_worker_that_hangs_with_work_is_stalled_and_an_idle_one_is_not() -> None:
+    members = full_registry()
+    members.observe(beat("decode-0", Role.DECODE, seq=2, progress_age_s=11.0), 0.0)
+    assert state(members, "decode-0") is MemberState.READY
+    members.observe(beat("decode-0", Role.DECODE, seq=3, progress_age_s=9.0, busy=True), 0.0)
+    assert state(members, "decode-0") is MemberState.READY
+    assert state(members, "decode-0", 1.5) is MemberState.STALLED
+    (report,) = [r for r in members.reports(1.5) if r.instance == "decode-0"]
+    assert report.progress_age_s == 10.5
+    assert pairs(members, 1.5) == 0
+
+
+def test_worker_without_a_model_is_loading_and_of_another_model_incompatible() -> None:
+    members = full_registry()
+    members.observe(beat("prefill-0", Role.PREFILL, seq=2, info=None), 0.0)
+    assert state(members, "prefill-0") is MemberState.LOADING
+    other = FakeModel(num_layers=3)
+    members.observe(beat("prefill-0", Role.PREFILL, seq=3, info=other.info), 0.0)
+    assert state(members, "prefill-0") is MemberState.INCOMPATIBLE
+    assert pairs(members) == 0
+
+
+def test_colocated_workers_need_no_transfer() -> None:
+    members = registry(colocated=True, num_transfers=0)
+    members.observe(beat("worker-0", Role.WORKER), 0.0)
+    assert pairs(members) == 1
+
+
+def test_snapshot_carries_the_gateways_own_count() -> None:
+    use = {"1": WorkerUse(pending_tokens=5, in_flight=2, promised_pages=3)}
+    (worker,) = full_registry().snapshot(0.0, use).prefill
+    assert (worker.pending_tokens, worker.in_flight, worker.promised_pages) == (5, 2, 3)
+
+
+def test_capacity_is_the_largest_pool_of_each_role() -> None:
+    members = full_registry()
+    big = WorkerLoad(pages_total=30, pages_free=1)
+    members.observe(beat("decode-1", Role.DECODE, load=big), 0.0)
+    capacity = members.kv_capacity(0.0)
+    assert (capacity.prompt_tokens, capacity.total_tokens) == (160, 480)
+    assert registry().kv_capacity(0.0).total_tokens is None
