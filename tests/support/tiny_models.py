@@ -92,7 +92,7 @@ def save_tiny_gguf(
     tokens = gguf_tokens(config.vocab_size)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token.startswith("<|") else 1 for token in tokens])
-    writer.add_token_merges([])
+    writer.add_token_merges(["h e"])
     writer.add_eos_token_id(config.eos_token_id)
     renamed = {
         "self_attn.q_proj": "attn_q",
@@ -158,9 +158,9 @@ def _llama_cpp_rows(array: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def gguf_tokens(vocab_size: int) -> list[str]:
-    """A byte-level vocabulary: control tokens, the 256 bytes, then unused ones."""
+    """A byte-level vocabulary: control tokens, the 256 bytes, "he", then unused ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = ["<|zero|>", "<|one|>", "<|two|>", "<|im_end|>", *alphabet]
+    tokens = ["<|zero|>", "<|one|>", "<|two|>", "<|im_end|>", *alphabet, "he"]
     return tokens + [f"[unused{index}]" for index in range(vocab_size - len(tokens))]
 
 
