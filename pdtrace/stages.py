@@ -1,11 +1,12 @@
 """The vocabulary: marks, stages, outcomes and wait reasons. The single source of truth.
 
 A *mark* is an instant that one process records. A *stage* is the time between two marks, with an
-owner, a kind, a sentence of meaning and a sentence of advice. Spans, checks, the glossary, CLI order
-and colours derive from the tables below; adding a stage is one row. Standard library only.
+owner, a kind, a sentence of meaning and a sentence of advice. Spans, checks, the glossary, CLI
+order and colours derive from the tables below; adding a stage is one row. Standard library only.
 
 The *chain* of a request is the sequence of stages whose parts sum to the whole request; its order
-depends on the mode (`CHAINS`). Stages beside the chain (`prefill.hold`, `transfer.copy`, …) overlap it.
+depends on the mode (`CHAINS`). Stages beside the chain (`prefill.hold`, `transfer.copy`, …) overlap
+it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class WaitReason(StrEnum):
 
     KV_PAGES = "kv_pages"  # pages
     SLOTS = "slots"  # running requests
-    TOKEN_BUDGET = "token_budget"  # tokens per step
+    TOKEN_BUDGET = "token_budget"  # noqa: S105 - tokens per step
     CONCURRENCY = "concurrency"  # admitted requests
     NO_WORKER = "no_worker"  # ready workers
     PEER_NOT_READY = "peer_not_ready"  # the other leg has not answered
@@ -217,7 +218,9 @@ MARKS: Mapping[Mark, MarkSpec] = MappingProxyType(
         Mark.CHUNK_STARTED: MarkSpec(
             _PREFILL, "One chunk's forward pass begins.", (a.CHUNK_INDEX, a.CHUNK_TOKENS)
         ),
-        Mark.CHUNK_FINISHED: MarkSpec(_PREFILL, "One chunk's forward pass ended.", (a.CHUNK_INDEX,)),
+        Mark.CHUNK_FINISHED: MarkSpec(
+            _PREFILL, "One chunk's forward pass ended.", (a.CHUNK_INDEX,)
+        ),
         Mark.PREFILL_FINISHED: MarkSpec(
             _PREFILL, "Prompt computed; the boundary token is sampled. Its own KV is not."
         ),
@@ -232,7 +235,9 @@ MARKS: Mapping[Mark, MarkSpec] = MappingProxyType(
         ),
         Mark.COPY_STARTED: MarkSpec(_TRANSFER, "Bytes start to move.", (a.CHUNK_INDEX,)),
         Mark.COPY_FINISHED: MarkSpec(
-            _TRANSFER, "Bytes of this job are visible at the destination.", (a.CHUNK_INDEX, a.KV_BYTES)
+            _TRANSFER,
+            "Bytes of this job are visible at the destination.",
+            (a.CHUNK_INDEX, a.KV_BYTES),
         ),
         Mark.KV_LANDED: MarkSpec(
             _TRANSFER, "All KV of the prompt is visible at the destination.", (a.KV_BYTES,)

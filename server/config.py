@@ -49,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 1  # colocated
     chunked: bool = True  # colocated: chunk prompts to the budget, or run them whole
     policy: str = "least_loaded"
-    first_token: str = "decode"  # or "prefill": forwarded early
+    first_token: str = "decode"  # noqa: S105 - or "prefill": forwarded early
     transfer: str = "shm"  # or "tcp"
     page_size: int = 16
     prefill_pages: int = 512

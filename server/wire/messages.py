@@ -141,7 +141,7 @@ class ColocatedRequest(Message, frozen=True, kw_only=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """Gateway → a leg: stop, drain, free, answer with LegClosed. Unknown handoffs are answered too."""
+    """Gateway → a leg: stop, drain, free, answer with LegClosed, also when it is unknown."""
 
     handoff_id: str
     outcome: str
@@ -214,7 +214,7 @@ class CopyDone(Message, frozen=True, kw_only=True):
 
 
 class CopyFailed(Message, frozen=True, kw_only=True):
-    """Transfer → prefill and decode: job `index` and all later ones of this handoff will not run."""
+    """Transfer → prefill and decode: neither job `index` nor a later one of it will run."""
 
     handoff_id: str
     index: int
