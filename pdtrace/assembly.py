@@ -160,6 +160,8 @@ class _Assembly:
             draft = self._draft(stage, attempt, finish.leg, begin.t_ns, finish.t_ns)
             if guilty and attempt.failure is not None:
                 draft.conclude(attempt.failure, guilty=True)
+            if stage.end is Mark.DECODE_FINISHED and evidence.overrun_ns:
+                draft.attributes[a.OVERRUN_SECONDS.key] = evidence.overrun_ns / 1e9
         elif attempt.failure is not None and evidence.is_open(stage, attempt):
             end = evidence.closing(stage, attempt, begin)
             if end is not None:

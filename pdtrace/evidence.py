@@ -19,6 +19,7 @@ from pdtrace.stages import (
     CHAINS,
     MARKS,
     ROOT_SPAN,
+    STAGE_BY_NAME,
     STAGES,
     Mark,
     Mode,
@@ -156,6 +157,7 @@ class Evidence:
         self.lost = [leg for leg in legs if leg.lost_at_ns is not None]
         self.last_attempt = self.attempts[max(self.attempts)]
         self.end = self._request_end()
+        self.overrun_ns = self._end_generation_with_the_answer()
         for attempt in self.attempts.values():
             attempt.end = self._attempt_end(attempt)
             end = attempt.end
@@ -223,6 +225,31 @@ class Evidence:
             return ending_of(aborted[-1])
         reason = self.request.gave_up or "no_end_recorded"
         return End(t_ns=last_ns, outcome=Outcome.LOST.value, reason=reason, by=None, leg=leg)
+
+    def _end_generation_with_the_answer(self) -> int:
+        """The gateway may see the last token (a stop string) before the decode process has ended.
+
+        What decode does after the answer is complete is no part of the request. Returns by how
+        much it went on.
+        """
+        if self.end.outcome != Outcome.COMPLETED:
+            return 0
+        first = self.last_attempt.first
+        told = [
+            stamp
+            for stamp in self.last_attempt.repeated.get(Mark.ABORTED, ())
+            if stamp.value(a.OUTCOME) == Outcome.COMPLETED
+            and stamp.role in STAGE_BY_NAME["decode.generate"].roles
+        ]
+        finished = first.get(Mark.DECODE_FINISHED) or next(iter(told), None)
+        if finished is None:
+            return 0
+        end_ns = min(finished.t_ns, self.end.t_ns)
+        values = finished.values if finished.mark is Mark.DECODE_FINISHED else ()
+        first[Mark.DECODE_FINISHED] = replace(
+            finished, mark=Mark.DECODE_FINISHED, t_ns=end_ns, values=values
+        )
+        return finished.t_ns - end_ns
 
     def loss(self, leg: Leg, *, not_before_ns: int) -> End:
         assert leg.lost_at_ns is not None

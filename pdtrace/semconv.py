@@ -59,7 +59,9 @@ ATTEMPT = _int("pd.attempt", "Attempt number, from 1.")
 SPAN = _str("pd.span", "request (the root) or attempt; absent on stages, which have pd.stage.")
 STAGE = _str("pd.stage", "Stage name as in `pdtrace stages`.")
 STAGE_KIND = _str("pd.stage.kind", "work, wait or hop.")
-MODE = _str("pd.mode", "pd, pd_early (first token forwarded by prefill) or colocated.", on_root=True)
+MODE = _str(
+    "pd.mode", "pd, pd_early (first token forwarded by prefill) or colocated.", on_root=True
+)
 BEGIN_NS = _int("pd.begin_ns", "Exact begin, CLOCK_MONOTONIC nanoseconds of the gateway's host.")
 END_NS = _int("pd.end_ns", "Exact end, CLOCK_MONOTONIC nanoseconds of the gateway's host.")
 VIOLATION = _str("pd.violation", "What is impossible about this span's marks; absent when sound.")
@@ -93,7 +95,9 @@ WAIT_FREE = _int("pd.wait.free", "Units free when the reason was recorded.")
 WAIT_LIMIT = _int("pd.wait.limit", "Limit in force, same units.")
 WAIT_POSITION = _int("pd.wait.position", "Requests ahead in the queue.")
 WAIT_BLOCKER = _str("pd.wait.blocker", "Request id that was in the way, where known.")
-WAIT_CHANGES = _int("pd.wait.changes", "Wait records of this stage, when more than the events shown.")
+WAIT_CHANGES = _int(
+    "pd.wait.changes", "Wait records of this stage, when more than the events shown."
+)
 WAIT_STAGE = _str("pd.wait.stage", "Stage whose wait this describes.")
 
 # Sizes.
@@ -112,6 +116,7 @@ BATCH_SIZE = _int("pd.batch.size", "Requests in the batch or queue at this insta
 TOKEN_INDEX = _int("pd.token.index", "Index of an output token, from 0.")
 GAP_SECONDS = _float("pd.gap.duration", "Length of the gap between two output tokens, seconds.")
 GAP_CAUSE = _str("pd.gap.cause", "Cause of the gap (`pdtrace.stages.WaitReason`).")
+OVERRUN_SECONDS = _float("pd.overrun", "Seconds that decode went on after the answer was complete.")
 PREEMPTIONS = _int("pd.preemptions", "Times this request lost its pages during decode.")
 
 # Request, on the root (OpenTelemetry GenAI and HTTP conventions).

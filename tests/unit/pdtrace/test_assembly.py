@@ -16,8 +16,9 @@ from pdtrace.clock import ClockAnchor
 from pdtrace.collected import AttemptIds, CollectedRequest, Leg
 from pdtrace.ring.records import MarkRecord, Value
 from pdtrace.semconv import AttrType
-from pdtrace.spans import Span, SpanKind, StatusCode
+from pdtrace.spans import Span, SpanKind, StatusCode, Trace
 from pdtrace.stages import CHAINS, MARKS, STAGE_BY_NAME, Mark, Mode, Role
+from pdtrace.timeline import Timeline, build_timeline
 from tests.support.marked_requests import (
     DECODE,
     GATEWAY,
@@ -100,6 +101,10 @@ def named(spans: Sequence[Span], name: str) -> Span:
     return span
 
 
+def timeline_of(spans: Sequence[Span]) -> Timeline:
+    return build_timeline(Trace(trace_id=TRACE_ID, spans=spans))
+
+
 def root_of(spans: Sequence[Span]) -> Span:
     [root] = [span for span in spans if span.attributes.get(a.SPAN.key) == "request"]
     return root
@@ -117,6 +122,8 @@ def root_of(spans: Sequence[Span]) -> Span:
 def test_healthy_request_becomes_one_tree(moments: list[Moment], tree: str) -> None:
     spans = assemble(request_of(moments))
     assert drawn(spans) == tree
+    timeline = timeline_of(spans)
+    assert (timeline.violations, timeline.unexplained_ns, timeline.exact) == ((), 0, True)
     assert {span.trace_id for span in spans} == {TRACE_ID}
     assert a.INCOMPLETE.key not in root_of(spans).attributes
 
@@ -392,6 +399,9 @@ def test_failure_marks_the_stage_that_was_open_and_invents_none(name: str, outco
     beside = {"decode.generate"} if name == "hop.token" else set[str]()
     stages = {span.name for span in spans if span.name in PD_CHAIN}
     assert stages == set(reached) | beside
+    timeline = timeline_of(spans)
+    assert (timeline.violations, timeline.unexplained_ns) == ((), 0)
+    assert timeline.outcome_stage == name
 
 
 @pytest.mark.parametrize("name", PD_CHAIN[5:15])
@@ -531,6 +541,24 @@ def test_retry_is_a_second_attempt_linked_to_the_first() -> None:
         (two.span_id, StatusCode.UNSET),
     ]
     assert len([s for s in spans if s.name in ("gateway.ingest", "gateway.queue")]) == 2
+
+
+@pytest.mark.parametrize("told", ["finished", "told to stop"])
+def test_decode_that_goes_on_after_the_answer_does_not_outlast_the_request(told: str) -> None:
+    moments = [m for m in pd_moments() if m[1] is not Mark.DECODE_FINISHED]
+    if told == "finished":
+        moments.append((DECODE, Mark.DECODE_FINISHED, 23_000, {a.PREEMPTIONS: 1}))
+    else:
+        moments.append(aborted(DECODE, 23_000, "completed", "stop", "gateway"))
+    spans = assemble(request_of(moments))
+    root, generate = root_of(spans), named(spans, "decode.generate")
+    assert root.attributes[a.OUTCOME.key] == "completed"
+    assert generate.attributes[a.END_NS.key] == root.attributes[a.END_NS.key]
+    assert generate.attributes[a.OVERRUN_SECONDS.key] == pytest.approx(0.003)
+    assert named(spans, "attempt").attributes[a.OUTCOME.key] == "completed"
+    assert not [s for s in spans if a.VIOLATION.key in s.attributes or s.status]
+    assert a.INCOMPLETE.key not in root.attributes
+    assert timeline_of(spans).violations == ()
 
 
 def test_out_of_order_marks_are_clamped_and_flagged() -> None:
