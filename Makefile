@@ -29,11 +29,13 @@ check: setup ## formatting, lint, types, import rules, generated files
 	$(VENV)/pyright
 	$(VENV)/python -m pytest -q tests/contract/test_imports.py
 	$(VENV)/python -m pdtrace.glossary --check
+	$(VENV)/python -m tests.support.module_index --check
 
 fix: setup ## format, repair what ruff can, regenerate docs
 	$(VENV)/ruff check --fix-only .
 	$(VENV)/ruff format .
 	$(VENV)/python -m pdtrace.glossary
+	$(VENV)/python -m tests.support.module_index
 
 bench: setup ## run the benchmarks; each prints one JSON line
 	@for file in benchmarks/bench_*.py; do \
