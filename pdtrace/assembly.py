@@ -230,7 +230,7 @@ class _Assembly:
         draft = _Draft(
             name=stage.name,
             span_id=derived_span_id(
-                self.request.root_span_id, attempt.ids.span_id, stage.name, index
+                f"{self.request.root_span_id}/{attempt.ids.span_id}/{stage.name}/{index}"
             ),
             parent_id=self._parent_id(stage, attempt),
             leg=leg,
@@ -440,15 +440,20 @@ class _Assembly:
         if self.request.gave_up:
             yield self.request.gave_up
         if self.evidence.end.outcome == Outcome.COMPLETED:
-            roles = {stamp.role for stamp in self.evidence.stamps}
+            roles = {leg.process.role for leg in self.evidence.legs}
+            drafted = {name for _, name in self.drafts}
             for stage in CHAINS[self.mode]:
-                drafted = any(name == stage.name for _, name in self.drafts)
-                if not drafted and stage.name not in OPTIONAL_STAGES and stage.roles & roles:
+                if (
+                    stage.name not in drafted
+                    and stage.name not in OPTIONAL_STAGES
+                    and stage.roles & roles
+                ):
                     yield f"no {stage.name}"
 
     def _span(self, draft: _Draft) -> Span:
-        start_ns = _whole_us(self.anchor.to_wall_ns(draft.begin_ns))
-        end_ns = _whole_us(self.anchor.to_wall_ns(draft.end_ns)) - draft.gap_ns
+        offset_ns = self.anchor.wall_ns - self.anchor.monotonic_ns
+        start_ns = max(draft.begin_ns + offset_ns, 0) // 1_000 * 1_000
+        end_ns = max(draft.end_ns + offset_ns, 0) // 1_000 * 1_000 - draft.gap_ns
         draft.attributes[a.BEGIN_NS.key] = draft.begin_ns
         draft.attributes[a.END_NS.key] = draft.end_ns
         return Span(
@@ -467,10 +472,6 @@ class _Assembly:
             status_message=draft.status_message,
             trace_state=self.request.trace_state,
         )
-
-
-def _whole_us(ns: int) -> int:
-    return max(ns, 0) // 1_000 * 1_000
 
 
 def _paired(

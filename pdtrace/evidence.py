@@ -127,13 +127,14 @@ class Attempt:
         return any(mark not in REQUEST_MARKS for mark in self.first)
 
 
-def derived_span_id(*parts: object) -> str:
+def derived_span_id(path: str) -> str:
     """A span id that is the same whenever the same request is assembled: 16 hex digits.
 
-    It is as random as the root's id, which the gateway draws from the operating system's entropy.
+    path  what tells the span from all others; beginning with the root's id, which the gateway draws
+          from the operating system's entropy, it makes ids that are as random
     """
-    digest = blake2b("/".join(str(part) for part in parts).encode(), digest_size=8).hexdigest()
-    return digest if int(digest, 16) else "0000000000000001"
+    digest = blake2b(path.encode(), digest_size=8).hexdigest()
+    return digest if digest != "0" * 16 else "0" * 15 + "1"
 
 
 class Evidence:
@@ -141,7 +142,7 @@ class Evidence:
 
     def __init__(self, request: CollectedRequest) -> None:
         self.request = request
-        legs = [leg for leg in request.legs if leg.marks]
+        self.legs = legs = [leg for leg in request.legs if leg.marks]
         self.gateway = next((leg for leg in legs if leg.process.role is Role.GATEWAY), None)
         self.reference = (self.gateway or legs[0]).process
         self.stamps = sorted(
@@ -197,7 +198,7 @@ class Evidence:
         if known is not None:
             return known
         root = self.request.root_span_id
-        return AttemptIds(span_id=derived_span_id(root, ATTEMPT_SPAN, number))
+        return AttemptIds(span_id=derived_span_id(f"{root}/{ATTEMPT_SPAN}/{number}"))
 
     def _mode(self) -> Mode:
         tokenized = self.first.get(Mark.TOKENIZED)

@@ -32,12 +32,17 @@ SCOPE_NAME = "pdtrace"
 FLAG_HAS_IS_REMOTE = 0x100
 FLAG_IS_REMOTE = 0x200
 
+_SMALL = 2**62
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _KIND_NAMES = {f"SPAN_KIND_{kind.name}": kind for kind in SpanKind}
 _STATUS_NAMES = {f"STATUS_CODE_{code.name}": code for code in StatusCode}
 
 _encode_json = msgspec.json.Encoder().encode
+
+_MAX_ENCODED_RESOURCES = 1_000
+_encoded_resources: dict[int, tuple[Resource, msgspec.Raw]] = {}
+"""By identity; the resource is kept so that its identity stays taken."""
 
 
 @cache
@@ -64,6 +69,12 @@ def valid_attributes(attributes: Mapping[str, Any]) -> tuple[list[tuple[str, Att
     dropped = 0
     for key, raw in attributes.items():
         value: AttrValue | None
+        # By type first: nearly every value is plain text or a plain integer.
+        kind = type(raw)
+        plain = (kind is str and raw.isascii()) or (kind is int and -_SMALL < raw < _SMALL)
+        if plain and key and key.isascii():
+            valid.append((key, raw))
+            continue
         if isinstance(raw, list | tuple):
             items = [_valid_scalar(item) for item in cast("Sequence[Any]", raw)]
             value = None if None in items else cast("AttrValue", tuple(items))
@@ -77,7 +88,6 @@ def valid_attributes(attributes: Mapping[str, Any]) -> tuple[list[tuple[str, Att
 
 
 def _valid_scalar(value: Any) -> AttrScalar | None:
-    # By type rather than isinstance: this runs for every attribute, and enums of str come last.
     kind = type(value)
     if kind is str:
         return _valid_text(value)
@@ -101,13 +111,14 @@ def _valid_text(text: str) -> str:
 def by_resource(spans: Iterable[Span]) -> list[tuple[Resource, list[Span]]]:
     """Spans grouped by equal resources, in order of first appearance."""
     groups: dict[str, tuple[Resource, list[Span]]] = {}
-    keys: dict[int, str] = {}
+    by_identity: dict[int, list[Span]] = {}
     for span in spans:
-        identity = id(span.resource)
-        key = keys.get(identity)
-        if key is None:
-            key = keys[identity] = repr(sorted(span.resource.attributes.items()))
-        groups.setdefault(key, (span.resource, []))[1].append(span)
+        resource = span.resource
+        group = by_identity.get(id(resource))
+        if group is None:
+            key = repr(sorted(resource.attributes.items()))
+            group = by_identity[id(resource)] = groups.setdefault(key, (resource, []))[1]
+        group.append(span)
     return list(groups.values())
 
 
@@ -116,7 +127,7 @@ def encode_line(spans: Iterable[Span]) -> bytes:
     scope = {"name": SCOPE_NAME, "version": scope_version()}
     resource_spans = [
         {
-            "resource": {"attributes": _encode_attributes(resource.attributes)[0]},
+            "resource": _encode_resource(resource),
             "scopeSpans": [
                 {
                     "scope": scope,
@@ -129,6 +140,18 @@ def encode_line(spans: Iterable[Span]) -> bytes:
         for resource, group in by_resource(spans)
     ]
     return _encode_json({"resourceSpans": resource_spans}) + b"\n"
+
+
+def _encode_resource(resource: Resource) -> msgspec.Raw:
+    """A resource's JSON, made once: it is a quarter of a line, and the same in all of them."""
+    known = _encoded_resources.get(id(resource))
+    if known is not None and known[0] is resource:
+        return known[1]
+    encoded = msgspec.Raw(_encode_json({"attributes": _encode_attributes(resource.attributes)[0]}))
+    if len(_encoded_resources) >= _MAX_ENCODED_RESOURCES:
+        _encoded_resources.clear()
+    _encoded_resources[id(resource)] = (resource, encoded)
+    return encoded
 
 
 def _encode_span(span: Span) -> dict[str, Any]:
@@ -176,7 +199,16 @@ def _encode_span(span: Span) -> dict[str, Any]:
 
 def _encode_attributes(attributes: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
     valid, dropped = valid_attributes(attributes)
-    return [{"key": key, "value": _encode_value(value)} for key, value in valid], dropped
+    encoded: list[dict[str, Any]] = []
+    for key, value in valid:
+        kind = type(value)
+        if kind is str:
+            encoded.append({"key": key, "value": {"stringValue": value}})
+        elif kind is int:
+            encoded.append({"key": key, "value": {"intValue": str(value)}})
+        else:
+            encoded.append({"key": key, "value": _encode_value(value)})
+    return encoded, dropped
 
 
 def _encode_value(value: AttrValue) -> dict[str, Any]:

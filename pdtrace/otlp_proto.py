@@ -98,9 +98,13 @@ def _fill_attributes(pb: Any, attributes: Mapping[str, AttrValue]) -> int:
     valid, dropped = valid_attributes(attributes)
     add = pb.attributes.add
     for key, value in valid:
-        pair = add()
-        pair.key = key
-        _fill_value(pair.value, value)
+        kind = type(value)
+        if kind is str:
+            add(key=key).value.string_value = value
+        elif kind is int:
+            add(key=key).value.int_value = value
+        else:
+            _fill_value(add(key=key).value, value)
     return dropped
 
 
