@@ -1,8 +1,9 @@
 """What every scheduler process does besides its plan: receive, time out, end, answer, report.
 
 Owns the legs' table, the page allocator, outgoing tokens and the counters of ignored messages;
-knows nothing of what a step computes. A worker (`server.prefill`, `server.decode`, `server.colocated`)
-derives from `Scheduler`, and its `step` is its table of contents: receive, plan, run, publish.
+knows nothing of what a step computes. A worker (`server.prefill`, `server.decode`,
+`server.colocated`) derives from `Scheduler`, and its `step` is its table of contents: receive,
+plan, run, publish.
 
 A message or a step that raises fails the requests it concerns and nothing else.
 """
@@ -93,7 +94,7 @@ class Scheduler(ABC, Generic[LegT]):
         self._ports = ports
         self._clock = ports.clock
         self._recorder = ports.recorder
-        self._observer = TraceObserver(lambda: self.allocator.num_free)
+        self._observer = TraceObserver(ports.recorder, lambda: self.allocator.num_free)
         self._tokens: dict[str, list[TokenItem]] = {}
         self._closed: list[tuple[str, LegClosed]] = []
         self._again = False  # something came free: plan once more before waiting
@@ -166,7 +167,7 @@ class Scheduler(ABC, Generic[LegT]):
             _logger.exception("%s of %s failed", type(message).__name__, handoff_id)
             leg = self.legs.get(handoff_id)
             if leg is not None:
-                self.fail(leg, "internal", f"{type(error).__name__} in {self.config.instance}")
+                self._give_up(leg, "internal", f"{type(error).__name__} in a message's handling")
 
     def _cancel(self, message: Cancel) -> None:
         ending = Ending(
@@ -341,6 +342,28 @@ class Scheduler(ABC, Generic[LegT]):
             ),
         )
 
+    def _give_up(self, leg: LegT, reason: str, what: str) -> None:
+        """End `leg` as failed, whatever it takes: a leg half ended would stay for ever."""
+        half_ended = leg.ending
+        try:
+            self.end(leg, self._ending(Outcome.FAILED, reason, what))
+        except Exception:  # a bug in ending: the leg must go all the same
+            _logger.exception("ending %s failed", leg.handoff_id)
+            half_ended = leg.ending
+        if half_ended is not None and self._is_stuck(leg):
+            self._abandon(leg, half_ended)
+
+    def _is_stuck(self, leg: LegT) -> bool:
+        return self.legs.get(leg.handoff_id) is leg and leg.state.value != "draining"
+
+    def _abandon(self, leg: LegT, ending: Ending) -> None:
+        """A leg whose end failed half-way, by a bug of ours: let go of it, pages and all."""
+        _logger.error("%s was not closed properly and is abandoned", leg.handoff_id)
+        self.ignored["integrity"] += 1
+        self.legs.close(leg)
+        leg.trace.end()
+        self.answer(leg.gateway, leg.handoff_id, ending)
+
     def _ending(self, outcome: Outcome, reason: str, what: str) -> Ending:
         instance = self.config.instance
         return Ending(outcome=outcome, reason=reason, message=f"{instance}: {what}", by=instance)
@@ -371,8 +394,8 @@ class Scheduler(ABC, Generic[LegT]):
             ),
         )
 
-    def publish(self) -> None:
-        """Send this turn's tokens and closings, then show where the loop is."""
+    def flush(self) -> None:
+        """Send the tokens and closings that are ready, before a step keeps them waiting."""
         for endpoint, items in self._tokens.items():
             tokens = Tokens(instance=self.config.instance, items=tuple(items))
             if not self._ports.outbox.send(endpoint, tokens):
@@ -382,6 +405,10 @@ class Scheduler(ABC, Generic[LegT]):
             if not self._ports.outbox.send(endpoint, closed):
                 self.ignore("unsent", closed)
         self._closed.clear()
+
+    def publish(self) -> None:
+        """Send what is ready, then show where the loop is."""
+        self.flush()
         busy = len(self.legs) > 0
         tick_ns = self._ports.progress.tick(busy=busy, load=self.report())
         recorder = self._recorder
@@ -408,7 +435,7 @@ class Scheduler(ABC, Generic[LegT]):
     def end_all(self, reason: str, what: str) -> None:
         """Give up every request in flight, as failed for `reason`."""
         for leg in self.legs:
-            self.end(leg, self._ending(Outcome.FAILED, reason, what))
+            self._give_up(leg, reason, what)
 
 
 def handoff_of(message: AnyMessage) -> str:

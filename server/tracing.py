@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from pdtrace.recorder import Recorder
 from pdtrace.stages import Mark, Outcome, WaitReason
 from server.request import ColocatedState, DecodeState, Leg, PrefillState
 
@@ -99,14 +100,24 @@ _CLOSED = (_P.CLOSED, _D.CLOSED, _C.CLOSED)
 class TraceObserver:
     """Turns state changes, chunks, waits and gaps of legs into marks.
 
+    A change that cannot be recorded is reported to the recorder, which guards: it counts and logs,
+    or raises under test. `RequestTrace` guards its own calls in the same way.
+
     free_pages   pages free at the instant of the call
     """
 
-    def __init__(self, free_pages: Callable[[], int]) -> None:
+    def __init__(self, recorder: Recorder, free_pages: Callable[[], int]) -> None:
+        self._report = recorder.report
         self._free_pages = free_pages
 
     def changed(self, leg: Leg[Any], previous: Any, at_ns: int) -> None:
         """`leg` left state `previous` for its present one. Ends the trace when it is closed."""
+        try:
+            self._mark_change(leg, previous, at_ns)
+        except Exception as error:  # telemetry never reaches the request
+            self._report(error)
+
+    def _mark_change(self, leg: Leg[Any], previous: Any, at_ns: int) -> None:
         state = leg.state
         ending = leg.ending
         if ending is None or ending.outcome is Outcome.COMPLETED:

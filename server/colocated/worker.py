@@ -42,8 +42,10 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
         plan = plan_colocated(self._snapshot(now_ns))
         self.record_waits(plan.waits, now_ns)
         self._apply(plan)
+        self.flush()
         if plan.decode:
             self.run_batch(now_ns)
+            self.flush()  # tokens do not wait for prompts
         self._run_prompts(plan.chunks)
         self.publish()
 

@@ -4,8 +4,8 @@ Owns the order of claims on pages and slots; knows nothing of pages' numbers, en
 
 Pages go, in this order, to running sequences that grow, to preempted ones that come back, and to
 requests that reserve. Slots go to preempted sequences, then to landed ones, first come, first
-served. A landed sequence has its pages already, so it may run while a preempted one still waits for pages:
-it must, or nothing would ever come free.
+served. A landed sequence has its pages already, so it may run while a preempted one still waits for
+pages: it must, or nothing would ever come free.
 """
 
 from __future__ import annotations

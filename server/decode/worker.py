@@ -58,6 +58,7 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         self.record_waits(plan.waits, now_ns)
         self._apply(plan)
         self._commit(now_ns)
+        self.flush()  # first tokens do not wait for the step
         self.run_batch(now_ns)
         self.publish()
 

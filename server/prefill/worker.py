@@ -71,6 +71,7 @@ class PrefillWorker(Scheduler[PrefillLeg]):
         plan = plan_prefill(self._snapshot(now_ns))
         self.record_waits(plan.waits, now_ns)
         self._start(plan)
+        self.flush()
         self._run(plan.chunks)
         self.publish()
 

@@ -8,6 +8,7 @@ import pytest
 
 from pdtrace.stages import Mark, Role, WaitReason
 from server.config import Settings
+from server.wire.messages import CopyJob
 from tests.support.scheduler_bus import PAGE, Cluster
 
 MakeCluster = Callable[..., Cluster]
@@ -35,8 +36,10 @@ COLOCATED = [
     ("decode.first", Mark.FIRST_TOKEN_COMMITTED),
     ("decode.generate", Mark.DECODE_FINISHED),
 ]
-CASES = [pytest.param(False, stage, mark, id=f"pd-{stage}") for stage, mark in PD]
-CASES += [pytest.param(True, stage, mark, id=f"colocated-{stage}") for stage, mark in COLOCATED]
+CASES = [
+    *(pytest.param(False, stage, mark, id=f"pd-{stage}") for stage, mark in PD),
+    *(pytest.param(True, stage, mark, id=f"colocated-{stage}") for stage, mark in COLOCATED),
+]
 
 
 def settings(**changes: object) -> Settings:
@@ -61,7 +64,7 @@ Times = dict[Mark, int]
 def play(
     cluster: Cluster, faults: dict[str, int], *, other: bool = True
 ) -> tuple[Times, Times, list[tuple[object, ...]]]:
-    """Times of the marks of a request with `faults` and of one beside it, and the former's waits."""
+    """Times of the marks of a request with `faults` and of one beside it; the former's waits."""
     start_ns = cluster.clock.monotonic_ns()
     first = cluster.submit(PROMPT, max_tokens=NUM_TOKENS, faults=faults)
     second = cluster.submit(OTHER, max_tokens=NUM_TOKENS) if other else None
@@ -147,11 +150,7 @@ def test_transfer_s_fault_travels_with_the_copy_jobs(make_cluster: MakeCluster) 
     cluster = make_cluster(settings=settings())
     cluster.submit(PROMPT, faults={"transfer": 5})
     cluster.settle()
-    faults = [
-        message.faults  # pyright: ignore[reportAttributeAccessIssue]
-        for _, message in cluster.delivered
-        if type(message).__name__ == "CopyJob"
-    ]
+    faults = [message.faults for _, message in cluster.delivered if isinstance(message, CopyJob)]
     assert faults == [{"transfer": 5}]
 
 

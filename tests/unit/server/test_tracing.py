@@ -110,3 +110,14 @@ def test_recording_switched_off_changes_nothing_for_the_request(make_cluster: Ma
     cluster.settle()
     assert cluster.results[handoff_id].tokens == cluster.expected(PROMPT, 3)
     assert cluster.marks(Role.DECODE) == []
+
+
+def test_bug_in_the_recording_does_not_reach_the_request(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make_cluster(record=False)
+    monkeypatch.setattr("server.tracing.MARKS_OF_CHANGES", {})
+    handoff_id = cluster.submit(PROMPT, max_tokens=3)
+    cluster.settle()
+    assert cluster.results[handoff_id].tokens == cluster.expected(PROMPT, 3)
+    assert cluster.results[handoff_id].outcome("decode-0") == "completed"

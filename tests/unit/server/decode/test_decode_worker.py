@@ -11,7 +11,7 @@ from server.config import Deadlines, Settings
 from server.engine.base import DecodeSlot, SamplingParams
 from server.request import DecodeState
 from server.serve import stop_worker, take_step
-from server.wire.messages import Cancel, CopyDone, Handoff
+from server.wire.messages import Cancel, CopyDone, Handoff, PagesReserved, Tokens
 from tests.support.scheduler_bus import PAGE, Cluster
 
 MakeCluster = Callable[..., Cluster]
@@ -71,11 +71,7 @@ def test_one_message_carries_the_tokens_of_a_step(make_cluster: MakeCluster) -> 
     for first in range(3):
         cluster.submit(prompt(4, first=first), max_tokens=6)
     cluster.settle()
-    sizes = [
-        len(message.items)
-        for receiver, message in cluster.delivered
-        if receiver == "gateway" and type(message).__name__ == "Tokens"
-    ]
+    sizes = [len(message.items) for _, message in cluster.delivered if isinstance(message, Tokens)]
     assert 3 in sizes
 
 
@@ -137,8 +133,8 @@ def test_large_request_is_passed_a_bounded_number_of_times(make_cluster: MakeClu
     small_ones = [cluster.submit(prompt(3, first=i), max_tokens=12) for i in range(24)]
     cluster.settle()
     for _, message in cluster.delivered:
-        if type(message).__name__ == "PagesReserved":
-            order.append(message.handoff_id)  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(message, PagesReserved):
+            order.append(message.handoff_id)
     assert order.index(large) <= 1 + 8
     assert order.index(large) >= 1
     assert set(small_ones) <= set(order)
@@ -456,3 +452,34 @@ def test_load_and_gauges_follow_the_requests(make_cluster: MakeCluster) -> None:
     cluster.settle()
     load = cluster.decode.report()
     assert (load.pages_free, load.running, load.waiting) == (32, 0, 0)
+
+
+def test_first_token_does_not_wait_for_the_next_step(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(step_ms=100)
+    cluster.submit(prompt(6), max_tokens=3)
+    cluster.settle()
+    sent = [message.items for _, message in cluster.delivered if isinstance(message, Tokens)]
+    assert [item.index for items in sent for item in items] == [0, 1, 2]
+    assert len(sent) == 3
+
+
+def test_leg_whose_end_failed_half_way_is_let_go_and_answered(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make_cluster()
+    handoff_id = cluster.submit(prompt(6), faults={"decode.queue": 50_000})
+    until(cluster, DecodeState.LANDED)
+
+    def broken(_: object) -> None:
+        raise RuntimeError("bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster.decode, "free_pages", broken)
+        cluster.cancel(handoff_id)
+        leg = cluster.decode.legs[handoff_id]
+        cluster.step()
+    cluster.settle()
+    assert len(cluster.decode.legs) == 0
+    assert cluster.results[handoff_id].outcome("decode-0") == "cancelled"
+    assert cluster.decode.ignored.pop("integrity") == 2  # once abandoned, once found unwhole
+    cluster.decode.free_pages(leg)

@@ -12,6 +12,7 @@ from server.engine.fake import FakeModel
 from server.request import PrefillState
 from server.wire.messages import (
     Abort,
+    CancelCopies,
     CopyJob,
     PagesReserved,
     Peer,
@@ -246,7 +247,7 @@ def test_transfer_that_hangs_times_out_and_its_pages_stay_out_of_use_until_it_an
     cluster.settle()
     assert cluster.results[other].tokens == cluster.expected(prompt(9, first=60), 4)
     for receiver, message in [*cluster.delivered]:
-        if receiver == "transfer" and type(message).__name__ == "CancelCopies":
+        if isinstance(message, CancelCopies):
             cluster.hand(receiver, message)
     cluster.step()
     assert cluster.prefill.quarantine.num_pages == cluster.decode.quarantine.num_pages == 0
