@@ -71,9 +71,7 @@ def create_ring(
             name = stem if attempt == 1 else f"{stem}-{attempt}"
             path = directory / f"{name}{SUFFIX}"
             draft = directory / f".{name}{SUFFIX}.draft"
-            if path.exists():
-                continue
-            # The draft's exclusive creation also reserves the final name.
+            # The draft's exclusive creation reserves the final name until it is taken.
             try:
                 fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
             except FileExistsError:

@@ -13,8 +13,9 @@ Value = int | float | bool | str | None
 class OpenRecord(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """A process takes up one attempt of a request: binds `key` of this ring to its identity.
 
-    May be repeated for a request that outlives a lap of the ring, so that the identity of whatever
-    is in flight is always in it; `t_ns` is the first begin every time.
+    Repeated for a request that outlives a lap of the ring, so that the identity of whatever is in
+    flight is always in it; `t_ns` is the first begin every time. A reader that missed records may
+    therefore see marks of a key before the OPEN that names it.
     """
 
     key: int

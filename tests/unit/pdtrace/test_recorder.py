@@ -541,10 +541,13 @@ def test_the_death_of_a_parent_shows_while_its_forked_child_lives(tmp_path: Path
         from pdtrace import Recorder, RequestContext, Role
         recorder = Recorder.open({str(tmp_path)!r}, role=Role.DECODE, instance="d")
         recorder.begin(RequestContext.create())
+        forked, ready = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(ready, b".")
             sys.stdin.read()
             os._exit(0)
+        os.read(forked, 1)
         print(recorder.path, flush=True)
         sys.stdin.read()
     """
