@@ -7,16 +7,17 @@ at once. Float32 everywhere; the engine is the real one.
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
-from server.models import locate_model
+from server.engine.base import DecodeSlot, PrefillChunk, SamplingParams
+from server.engine.loader import EngineConfig, load_engine
 from server.tokenizer import load_tokenizer
 from tests.support.completions import Ask, ask_all
+from tests.support.reference_model import greedy_continuation, load_reference
 from tests.support.server import running_server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
@@ -60,37 +61,47 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def reference() -> list[str]:
-    """What transformers generates, greedily, from the same file."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformers and its imports, not ours
-        import torch
-        from transformers import AutoModelForCausalLM
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Text that transformers generates, greedily, from the same file.
 
-        source = locate_model(None)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source.path.parent, gguf_file=source.path.name, dtype=torch.float32
-        )
-        model.eval()
-        model.generation_config.eos_token_id = None
-        tokenizer = load_tokenizer(None)
-        texts: list[str] = []
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # more than one, on a busy machine, spin for each other
-        try:
-            for prompt in prompts():
-                ids = torch.tensor([prompt])
-                output = model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=NEW_TOKENS,
-                    do_sample=False,
-                    pad_token_id=0,
+    The engine proposes tokens, in this process and without a server; transformers confirms that
+    each of them is its own choice (see `greedy_continuation`).
+    """
+    tokenizer = load_tokenizer(None)
+    proposed = generated(tmp_path_factory.mktemp("pool") / "pool")
+    model = load_reference()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more, on a busy machine, spin for each other
+    try:
+        for prompt, tokens in zip(prompts(), proposed, strict=True):
+            assert greedy_continuation(model, prompt, tokens) == tokens
+    finally:
+        torch.set_num_threads(threads)
+    return [tokenizer.decode(tokens) for tokens in proposed]
+
+
+def generated(pool: Path) -> list[list[int]]:
+    """What the engine generates for each prompt by itself."""
+    engine = load_engine(EngineConfig(pool_path=str(pool), owner="reference", num_pages=64))
+    greedy = SamplingParams()
+    try:
+        found: list[list[int]] = []
+        for prompt in prompts():
+            pages = list(range(engine.layout.pages_for(len(prompt) + NEW_TOKENS)))
+            chunk = PrefillChunk(token_ids=prompt, start=0, pages=pages, sampling=greedy)
+            tokens = [token for token in engine.prefill([chunk]) if token is not None]
+            while len(tokens) < NEW_TOKENS:
+                slot = DecodeSlot(
+                    token_id=tokens[-1],
+                    position=len(prompt) + len(tokens) - 1,
+                    pages=pages,
+                    sampling=greedy,
                 )
-                texts.append(tokenizer.decode(output[0, len(prompt) :].tolist()))
-        finally:
-            torch.set_num_threads(threads)
-    return texts
+                tokens += engine.decode([slot])
+            found.append(tokens)
+        return found
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("way", list(WAYS))
