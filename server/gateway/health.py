@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class HealthReport:
     """`missing`: processes that never announced themselves, by role."""
 
+    gateway: str
     members: Sequence[MemberReport]
     missing: Mapping[str, int]
     stopping: bool
@@ -38,7 +39,7 @@ class HealthReport:
             "status": "ok" if self.healthy else "unhealthy",
             "processes": [
                 {
-                    "instance": "gateway",
+                    "instance": self.gateway,
                     "role": Role.GATEWAY.value,
                     "state": MemberState.DRAINING if self.stopping else MemberState.READY,
                     "last_progress_age_s": 0.0,  # it has just handled this request
@@ -88,4 +89,9 @@ def health_of(gateway: Gateway) -> HealthReport:
         for role, count in expected_processes(gateway.settings).items()
         if heard[role] < count
     }
-    return HealthReport(members=members, missing=missing, stopping=gateway.stopping)
+    return HealthReport(
+        gateway=gateway.cluster.me.instance,
+        members=members,
+        missing=missing,
+        stopping=gateway.stopping,
+    )

@@ -92,33 +92,8 @@ class ChatBody(GenerationBody, kw_only=True):
 class CompletionBody(GenerationBody, kw_only=True):
     """Body of POST /v1/completions. One prompt: text, a list of one text, or token ids."""
 
-    prompt: Annotated[
-        str | list[str | TokenId | list[TokenId]],
-        Meta(
-            extra_json_schema={
-                "anyOf": [
-                    {"type": "string", "minLength": 1},
-                    {
-                        "type": "array",
-                        "items": {"type": "string", "minLength": 1},
-                        "minItems": 1,
-                        "maxItems": 1,
-                    },
-                    {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-                    {
-                        "type": "array",
-                        "items": {
-                            "type": "array",
-                            "items": {"type": "integer", "minimum": 0},
-                            "minItems": 1,
-                        },
-                        "minItems": 1,
-                        "maxItems": 1,
-                    },
-                ]
-            }
-        ),
-    ]
+    # Which of these shapes are one prompt, `parse_request` decides.
+    prompt: str | list[str | TokenId | list[TokenId]]
 
 
 _COMMON_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {

@@ -72,7 +72,9 @@ def openapi_document(gateway: Gateway) -> dict[str, Any]:
             "/metrics": {"get": _text("Prometheus or OpenMetrics exposition.")},
             "/openapi.json": {"get": _get("This document.", None, secured=False)},
         },
-        "components": {"schemas": _schemas(gateway.served_name)},
+        "components": {
+            "schemas": _schemas(gateway.served_name, vocab_size=gateway.model.vocab_size)
+        },
     }
     document["paths"]["/v1/models/{model}"]["get"]["responses"]["404"] = _error(
         "The model is not served here."
@@ -82,7 +84,7 @@ def openapi_document(gateway: Gateway) -> dict[str, Any]:
     return document
 
 
-def _schemas(served_name: str) -> dict[str, Any]:
+def _schemas(served_name: str, *, vocab_size: int) -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(list(_BODIES.values()), ref_template=_REF)
     for operation, body in _BODIES.items():
         properties = schemas[body.__name__]["properties"]
@@ -92,7 +94,21 @@ def _schemas(served_name: str) -> dict[str, Any]:
                 "enum": list(harmless),
                 "description": "Not supported: only values that change nothing are accepted.",
             }
+    schemas[CompletionBody.__name__]["properties"]["prompt"] = _prompt_schema(vocab_size)
     return {**schemas, **_RESPONSE_SCHEMAS}
+
+
+def _prompt_schema(vocab_size: int) -> dict[str, Any]:
+    """One prompt, alone or as the only one of a list: text or token ids."""
+    text = {"type": "string", "minLength": 1}
+    token_ids = {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1},
+        "minItems": 1,
+    }
+    alone: list[dict[str, Any]] = [text, token_ids]
+    listed = [{"type": "array", "items": one, "minItems": 1, "maxItems": 1} for one in alone]
+    return {"anyOf": [*alone, *listed]}
 
 
 def _ref(name: str) -> dict[str, str]:

@@ -187,18 +187,20 @@ class Gateway:
     async def shutdown(self, grace_s: float) -> None:
         """Take no more requests; give open ones `grace_s`, then end them with an error."""
         self.stopping = True
-        await self._wait_for_calls(grace_s)
+        if not await self._calls_ended(grace_s):
+            _logger.info("ending %d requests that are still open", len(self._calls))
         for call in self._calls:
             call.mailbox.interrupt(_shutting_down())
-        await self._wait_for_calls(SHUTDOWN_ANSWER_S)
+        await self._calls_ended(SHUTDOWN_ANSWER_S)
         self._encoder.close()
 
-    async def _wait_for_calls(self, timeout_s: float) -> None:
+    async def _calls_ended(self, timeout_s: float) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._no_calls.wait()
         except TimeoutError:
-            _logger.warning("%d requests are still open", len(self._calls))
+            return False
+        return True
 
     # -- the steps ----------------------------------------------------------------------------
 

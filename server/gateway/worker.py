@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 from collections.abc import Generator
@@ -123,8 +124,9 @@ def _listener(config: ProcessConfig) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=512)
     except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
         raise StartError(
-            f"port {port} on {host} cannot be used ({error.strerror}): choose another with --port"
+            f"port {port} on {host} cannot be used ({reason}): choose another with --port"
         ) from error
 
 

@@ -308,6 +308,16 @@ class GatewayUnderTest:
         self._records += self.rings.records(Role.GATEWAY)
         return self._records
 
+    async def dispatched(self) -> None:
+        """Wait until the decode worker has its first request."""
+        await self.decode.until(lambda worker: len(worker.requests) == 1)
+
+    async def waiting(self, count: int) -> None:
+        """Wait until `count` requests are in the gateway's queue."""
+        async with asyncio.timeout(WAIT_S):
+            while self.gateway.admission.waiting < count:  # noqa: ASYNC110 -- the gateway has no event for it
+                await asyncio.sleep(0.005)
+
     async def idle(self) -> None:
         """Wait until nothing is in flight and no place is taken."""
         async with asyncio.timeout(WAIT_S):
