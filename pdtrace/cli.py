@@ -188,9 +188,7 @@ def _find(timelines: Sequence[Timeline], wanted: str) -> Timeline:
             return found[0]
         if found:
             _ambiguous(wanted, found)
-    raise UsageError(
-        f"no request or trace id begins with {wanted!r} among {len(timelines)} requests"
-    )
+    raise UsageError(f"none of {len(timelines)} requests has an id that begins with {wanted!r}")
 
 
 def _ambiguous(wanted: str, found: Sequence[Timeline]) -> NoReturn:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.constrain import Constrain
 from rich.padding import Padding
 from rich.segment import Segment
 from rich.table import Table
@@ -90,7 +91,7 @@ def why_view(
     blocks += _section("Violations", _limited(violations, MAX_VIOLATIONS), style="red")
     doubts = [*verdict.notes, *timeline.unknowns, *notes]
     blocks += _section("What this does not know", doubts or [_NO_DOUBTS])
-    return _translated(blocks, ascii_only=ascii_only)
+    return Constrain(_translated(blocks, ascii_only=ascii_only), width)
 
 
 def summary_table(
@@ -264,7 +265,7 @@ class _StageTable:
 def _basis(verdict: Verdict) -> str:
     s = "" if verdict.peers == 1 else "s"
     return (
-        f"usual: median of {verdict.peers} other completed request{s}, for as many tokens; "
+        f"usual: median of {verdict.peers} other completed request{s}, scaled to its tokens; "
         f"confidence {verdict.confidence.value}"
     )
 

@@ -113,6 +113,32 @@ def noisy(request_id: str, rng: random.Random, mode: Mode = Mode.PD) -> Story:
     )
 
 
+def retried() -> Trace:
+    """A first attempt that failed in the transfer, then a whole second one."""
+    first = Story(ends_in="transfer", outcome=Outcome.FAILED).trace()
+    second = Story(start_s=0.5).trace()
+    root = next(s for s in first.spans if s.name == "chat smol")
+    end = max(int(str(s.attributes[a.END_NS.key])) for s in second.spans)
+
+    def adopt(span: Span) -> Span:
+        parent = root.span_id if span.name == ATTEMPT_SPAN else span.parent_id
+        if span.name == "gateway.finish":
+            parent = root.span_id
+        return replace(
+            span,
+            trace_id=first.trace_id,
+            parent_id=parent,
+            attributes={**span.attributes, a.ATTEMPT.key: 2},
+        )
+
+    ingress = {"gateway.ingest", "gateway.queue", "chat smol"}
+    later = [adopt(s) for s in second.spans if s.name not in ingress]
+    outcome = {a.END_NS.key: end, a.OUTCOME.key: "completed", a.OUTCOME_STAGE.key: ""}
+    whole = replace(root, attributes={**root.attributes, **outcome})
+    earlier = [s for s in first.spans if s is not root]
+    return Trace(trace_id=first.trace_id, spans=(whole, *earlier, *later))
+
+
 def role_of(stage: Stage, mode: Mode) -> Role:
     """The process that a story's stage belongs to."""
     roles = stage.roles - {Role.WORKER} if mode is not Mode.COLOCATED else stage.roles
@@ -123,7 +149,7 @@ class _Writer:
     def __init__(self, story: Story) -> None:
         self.story = story
         seed = f"{story.request_id}/{story.start_s}"
-        rng = random.Random(seed)
+        rng = random.Random(seed.encode(errors="replace"))
         self.trace_id = f"{rng.getrandbits(128):032x}"
         self.rng = rng
         self.spans: list[Span] = []

@@ -21,7 +21,7 @@ from pdtrace.timeline import (
     build_timeline,
     build_timelines,
 )
-from tests.support.pd_traces import HEALTHY_S, Story, noisy
+from tests.support.pd_traces import HEALTHY_S, Story, noisy, retried
 
 MS = 1_000_000
 NAMES = [ROOT_SPAN, ATTEMPT_SPAN, "GET /x", *(stage.name for stage in STAGES)]
@@ -401,32 +401,6 @@ def test_transfer_is_shared_out_among_queue_and_copy() -> None:
     assert timeline.part_ns("transfer") == 300 * MS
     assert timeline.detail_ns("transfer", "transfer.queue") == 100 * MS
     assert timeline.detail_ns("transfer", "transfer.copy") == 200 * MS
-
-
-def retried() -> Trace:
-    """A first attempt that failed in the transfer, then a whole second one."""
-    first = Story(ends_in="transfer", outcome=Outcome.FAILED).trace()
-    second = Story(start_s=0.5).trace()
-    root = next(s for s in first.spans if s.name == "chat smol")
-    end = max(int(str(s.attributes[END])) for s in second.spans)
-
-    def adopt(span: Span) -> Span:
-        parent = root.span_id if span.name == ATTEMPT_SPAN else span.parent_id
-        if span.name == "gateway.finish":
-            parent = root.span_id
-        return replace(
-            span,
-            trace_id=first.trace_id,
-            parent_id=parent,
-            attributes={**span.attributes, a.ATTEMPT.key: 2},
-        )
-
-    ingress = {"gateway.ingest", "gateway.queue", "chat smol"}
-    later = [adopt(s) for s in second.spans if s.name not in ingress]
-    outcome = {END: end, a.OUTCOME.key: "completed", a.OUTCOME_STAGE.key: ""}
-    whole = replace(root, attributes={**root.attributes, **outcome})
-    earlier = [s for s in first.spans if s is not root]
-    return Trace(trace_id=first.trace_id, spans=(whole, *earlier, *later))
 
 
 def test_attempts_follow_each_other_in_the_partition() -> None:

@@ -1,0 +1,175 @@
+"""Each rule passes on whole recordings and breaks on the fault it is for."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from pdtrace import semconv as a
+from pdtrace.check import CheckReport, check_recording
+from pdtrace.sources import BadLine, Problems, Recording, join_spans
+from pdtrace.spans import Span, Trace
+from pdtrace.stages import Mode, Outcome
+from tests.support.pd_traces import HEALTHY_S, Story, noisy
+
+
+def recording_of(*traces: Trace, problems: Problems | None = None) -> Recording:
+    joined = join_spans(span for trace in traces for span in trace.spans)
+    return Recording(
+        source="test",
+        traces=joined,
+        files=1,
+        lines=len(traces),
+        spans=sum(len(trace.spans) for trace in joined),
+        problems=problems or Problems(),
+    )
+
+
+def healthy(count: int = 8) -> list[Trace]:
+    rng = random.Random(5)
+    return [noisy(f"req-{i}", rng, list(Mode)[i % 3]).trace() for i in range(count)]
+
+
+def broken_rules(report: CheckReport) -> set[str]:
+    return {rule.name for rule in report.rules if rule.broken}
+
+
+def edited(edit: Callable[[Span], Span | None], story: Story | None = None) -> Trace:
+    trace = (story or Story()).trace()
+    spans = [changed for span in trace.spans if (changed := edit(span)) is not None]
+    return replace(trace, spans=tuple(spans))
+
+
+def test_whole_recording_keeps_all_rules() -> None:
+    ended = [
+        Story(request_id=o.value, outcome=o, ends_in="decode.reserve", start_s=i).trace()
+        for i, o in enumerate(Outcome)
+        if o is not Outcome.COMPLETED
+    ]
+    report = check_recording(recording_of(*healthy(), *ended))
+    assert report.ok, broken_rules(report)
+    assert (report.requests, report.traces, report.orphans) == (13, 13, 0)
+    assert report.outcomes == {
+        "cancelled": 1,
+        "completed": 8,
+        "failed": 1,
+        "lost": 1,
+        "rejected": 1,
+        "timed_out": 1,
+    }
+    assert report.unexplained_share == 0.0
+    assert "13 requests keep all" in report.sentence
+
+
+def drop(name: str) -> Callable[[Span], Span | None]:
+    return lambda span: None if span.name == name else span
+
+
+def attribute(name: str, key: str, value: str) -> Callable[[Span], Span | None]:
+    def edit(span: Span) -> Span:
+        if span.name != name:
+            return span
+        return replace(span, attributes={**span.attributes, key: value})
+
+    return edit
+
+
+def silent_transfer(span: Span) -> Span:
+    if span.resource.service_name != "pd-transfer":
+        return span
+    kept = {k: v for k, v in span.attributes.items() if k != a.REQUEST_ID.key}
+    return replace(span, attributes=kept)
+
+
+def no_transfer_process(span: Span) -> Span | None:
+    return None if span.resource.service_name == "pd-transfer" else span
+
+
+def reversed_transfer(span: Span) -> Span:
+    if span.name != "transfer":
+        return span
+    return replace(span, end_ns=span.start_ns - 5_000)
+
+
+def no_outcome(span: Span) -> Span:
+    return replace(
+        span, attributes={k: v for k, v in span.attributes.items() if k != a.OUTCOME.key}
+    )
+
+
+@pytest.mark.parametrize(
+    ("edit", "rules"),
+    [
+        (drop("chat smol"), {"root"}),
+        (drop("hop.publish"), {"stages"}),
+        (drop("attempt"), {"parents"}),
+        (reversed_transfer, {"durations"}),
+        (silent_transfer, {"identified"}),
+        (no_transfer_process, {"roles", "stages"}),
+        (no_outcome, {"complete"}),
+        (attribute("transfer", a.REQUEST_ID.key, "other"), {"request_id"}),
+        (attribute("chat smol", a.INCOMPLETE.key, "3 marks lost"), {"complete"}),
+        (attribute("transfer", a.VIOLATION.key, "twice"), {"marks"}),
+    ],
+)
+def test_fault_breaks_its_own_rule(edit: Callable[[Span], Span | None], rules: set[str]) -> None:
+    # Its own time is short, so that the time left unexplained is not a fault as well.
+    lengths = {**HEALTHY_S, "transfer": 0.0005, "hop.publish": 0.0005}
+    odd = edited(edit, Story(request_id="odd", lengths_s=lengths))
+    report = check_recording(recording_of(*healthy(), odd))
+    assert broken_rules(report) == rules
+    assert not report.ok
+    for rule in report.rules:
+        assert bool(rule.examples) is bool(rule.broken)
+
+
+def test_unexplained_time_breaks_its_rule_above_one_percent() -> None:
+    trace = edited(drop("prefill.compute"), Story(request_id="odd"))
+    assert "unexplained" in broken_rules(check_recording(recording_of(trace)))
+    report = check_recording(recording_of(trace, *healthy(40)))
+    assert "unexplained" not in broken_rules(report)
+    assert 0 < report.unexplained_share < 0.01
+
+
+def test_one_request_id_in_two_traces_breaks_a_rule() -> None:
+    again = Story(start_s=10).trace()
+    report = check_recording(recording_of(Story().trace(), again))
+    assert broken_rules(report) == {"one_trace"}
+
+
+def test_one_token_requests_need_no_decode() -> None:
+    lengths = {k: v for k, v in HEALTHY_S.items() if k in list(HEALTHY_S)[:9]}
+    report = check_recording(recording_of(Story(lengths_s=lengths, output_tokens=1).trace()))
+    assert report.ok, broken_rules(report)
+
+
+def test_unreadable_lines_break_a_rule() -> None:
+    problems = Problems(bad_line_count=2, bad_lines=[BadLine("f", 3, "not JSON")])
+    report = check_recording(recording_of(*healthy(), problems=problems))
+    assert broken_rules(report) == {"readable"}
+    assert any("f:3" in note for note in report.notes)
+
+
+def test_duplicates_alone_break_nothing() -> None:
+    assert check_recording(recording_of(*healthy(), problems=Problems(duplicates=4))).ok
+
+
+def test_recording_without_requests_is_not_ok() -> None:
+    assert broken_rules(check_recording(recording_of())) == {"requests"}
+
+
+def test_document_is_json_and_says_what_the_report_says() -> None:
+    report = check_recording(
+        recording_of(*healthy(), edited(drop("hop.publish"), Story(request_id="odd")))
+    )
+    document = json.loads(json.dumps(report.document()))
+    assert document["schema"] == "pdtrace.check/1"
+    assert document["ok"] is False
+    assert document["requests"] == 9
+    stages = next(rule for rule in document["rules"] if rule["name"] == "stages")
+    assert stages["broken"] == 1
+    assert stages["examples"] == ["odd: a completed request lacks hop.publish"]
