@@ -17,7 +17,6 @@ class DecodeLeg(GeneratingLeg[DecodeState]):
     handoff      boundary token, once prefill sent it
     copied       bytes per copy job whose completion was observed
     last_job     index of the last copy job, once it is known
-    copies_over  no copy job of this handoff is running or will run
     """
 
     transitions = DECODE_TRANSITIONS
@@ -33,7 +32,6 @@ class DecodeLeg(GeneratingLeg[DecodeState]):
     handoff: Handoff | None = None
     copied: dict[int, int] = field(default_factory=dict[int, int])
     last_job: int | None = None
-    copies_over: bool = False
 
     @property
     def all_copied(self) -> bool:
@@ -43,4 +41,4 @@ class DecodeLeg(GeneratingLeg[DecodeState]):
     @property
     def may_be_written(self) -> bool:
         """Whether a transfer may still write the pages."""
-        return self.published and not self.copies_over and not self.all_copied
+        return self.published and not self.all_copied

@@ -164,13 +164,12 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         leg = self.legs.get(message.handoff_id)
         if leg is None:
             self.ignore_unknown(message)
-        elif leg.state is _S.DRAINING:
-            self._close(leg)
         elif leg.state is _S.AWAITING_KV:
-            leg.copies_over = True
+            # That no more jobs will run does not say that the failed one let go of its pages, so
+            # this ends by draining, like every end before all has landed.
             self.fail(leg, message.reason, message.message)
         else:
-            self.ignore("unexpected", message)
+            self.ignore("late", message)
 
     def _drained(self, message: CopiesDrained) -> None:
         leg = self.legs.get(message.handoff_id)

@@ -201,11 +201,9 @@ class PrefillWorker(Scheduler[PrefillLeg]):
         leg = self.legs.get(message.handoff_id)
         if leg is None:
             self.ignore_unknown(message)
-        elif leg.state is _S.DRAINING:
-            self._close(leg)
         else:
-            # No job of this handoff is running or will run: nothing reads the pages any more.
-            leg.jobs_done.update(range(leg.num_jobs))
+            # That no more jobs will run does not say that the failed one let go of its pages, so
+            # this ends by draining, like every end with copies open.
             self.fail(leg, message.reason, message.message)
 
     def _drained(self, message: CopiesDrained) -> None:

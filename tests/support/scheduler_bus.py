@@ -104,6 +104,7 @@ class TransferDouble:
         self._over: set[str] = set()
         self._seen: set[tuple[str, int]] = set()
         self.fail_next: str | None = None
+        self.failed: list[str] = []
         self.silent = False
         """Answers nothing and copies nothing, like a process that hangs."""
 
@@ -139,6 +140,7 @@ class TransferDouble:
             )
             self.fail_next = None
             self._end(handoff_id)
+            self.failed.append(handoff_id)
         else:
             answer = CopyDone(
                 handoff_id=handoff_id, index=job.index, last=job.last, num_bytes=self._copy(job)

@@ -483,3 +483,26 @@ def test_leg_whose_end_failed_half_way_is_let_go_and_answered(
     assert cluster.results[handoff_id].outcome("decode-0") == "cancelled"
     assert cluster.decode.ignored.pop("integrity") == 2  # once abandoned, once found unwhole
     cluster.decode.free_pages(leg)
+
+
+def test_failed_copy_lets_go_of_the_pages_only_after_a_drain(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    cluster.transfer.fail_next = "peer_lost"
+    handoff_id = cluster.submit(prompt(6))
+    for _ in range(40):
+        for name in cluster.channels.names():
+            if "transfer" not in name or not cluster.transfer.failed:
+                cluster.deliver(name)
+        for worker in cluster.workers.values():
+            worker.step(0)
+        cluster.transfer.step()
+        if cluster.transfer.failed:
+            break
+    for receiver in ("prefill-0", "decode-0"):
+        cluster.deliver(("transfer", receiver))
+        cluster.workers[receiver].step(0)
+    assert [leg.state for leg in cluster.decode.legs] == [DecodeState.DRAINING]
+    assert cluster.decode.allocator.num_used == 3
+    cluster.settle()
+    assert cluster.results[handoff_id].reason("decode-0") == "peer_lost"
+    assert cluster.decode.allocator.num_used == 0
