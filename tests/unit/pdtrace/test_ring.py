@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdtrace.clock import ClockAnchor
@@ -316,6 +316,30 @@ def test_a_block_recycled_while_it_is_copied_is_missed_not_torn(lapped: int):
     assert (reader.missed, reader.torn) == (written - len(got), 0)
 
 
+class TurningBuffer(bytearray):
+    """Lets a reader look while the writer is wiping a block."""
+
+    on_wipe: Callable[[], None] | None = None
+
+    def __setitem__(self, key: object, value: object) -> None:
+        super().__setitem__(key, value)  # pyright: ignore[reportCallIssue, reportArgumentType] passes on what it got
+        if self.on_wipe is not None and isinstance(value, bytes) and len(value) > 4000:
+            self.on_wipe()
+
+
+def test_a_block_being_wiped_is_missed_not_torn():
+    buffer = TurningBuffer(TINY.file_bytes)
+    writer = RingWriter(buffer, IDENTITY, TINY)
+    reader = RingReader.over(buffer)
+    for number in range(4 * MARKS_PER_TINY_BLOCK):
+        writer.append(bare_mark(number))
+    got: list[int] = []
+    buffer.on_wipe = lambda: got.extend(times(reader.read()))
+    writer.append(bare_mark(4 * MARKS_PER_TINY_BLOCK))
+    assert got == list(range(MARKS_PER_TINY_BLOCK, 4 * MARKS_PER_TINY_BLOCK))
+    assert (reader.missed, reader.torn) == (MARKS_PER_TINY_BLOCK, 0)
+
+
 def test_records_of_an_earlier_lap_never_pass_for_later_ones():
     """A lap of exactly 65,536 records: the stale ones carry the numbers that come next."""
     capacity = RingCapacity(blocks=32, block_bytes=BLOCK_HEADER.size + 2048 * 32)
@@ -470,6 +494,7 @@ def test_a_damaged_header_is_a_typed_error_or_harmless(offset: int, mask: int):
 
 
 @given(flip=st.integers(0, 31), mask=st.integers(1, 255))
+@example(flip=0, mask=25)  # the damaged length points past an intact record
 def test_one_damaged_record_in_a_live_block_costs_one_record(flip: int, mask: int):
     writer, buffer = memory_ring()
     for number in range(5):
