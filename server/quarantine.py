@@ -1,7 +1,8 @@
 """Pages of requests that are over but that a transfer may still touch: kept out of use.
 
-Owns which handoffs keep pages and how to free them; knows nothing of why. Pages stay until the
-transfer process says that it is done with them, or for as long as this process lives.
+Owns which handoffs keep pages, how to free them and when to ask for them again; knows nothing of
+why. Pages stay until the transfer process says that it is done with them. It is asked again now
+and then: a message may be lost, and a transfer process that was started anew cannot touch them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[int, Callable[[], None]]] = {}
+        self._asked_ns = 0
         self.num_handoffs_ever = 0
 
     @property
@@ -30,6 +32,13 @@ class Quarantine:
         """Keep `num_pages` pages of `handoff_id` until `release`, which calls `free`."""
         self._kept[handoff_id] = (num_pages, free)
         self.num_handoffs_ever += 1
+
+    def to_ask(self, now_ns: int, every_ns: int) -> tuple[str, ...]:
+        """Handoffs to ask the transfer about, at most once in `every_ns`."""
+        if not self._kept or now_ns - self._asked_ns < every_ns:
+            return ()
+        self._asked_ns = now_ns
+        return tuple(self._kept)
 
     def release(self, handoff_id: str) -> bool:
         """Free the pages of `handoff_id`; False when it keeps none."""

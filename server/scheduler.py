@@ -26,12 +26,14 @@ from server.errors import IntegrityError
 from server.heartbeat import Progress
 from server.kv.pages import PageAllocator
 from server.legs import LegT, LegTable
-from server.request import Ending
+from server.quarantine import Quarantine
+from server.request import NS_PER_S, Ending
 from server.tracing import TraceObserver
 from server.wire.messages import (
     Abort,
     AnyMessage,
     Cancel,
+    CancelCopies,
     LegClosed,
     Peer,
     TokenItem,
@@ -367,6 +369,13 @@ class Scheduler(ABC, Generic[LegT]):
     def _ending(self, outcome: Outcome, reason: str, what: str) -> Ending:
         instance = self.config.instance
         return Ending(outcome=outcome, reason=reason, message=f"{instance}: {what}", by=instance)
+
+    def ask_again(self, quarantine: Quarantine, now_ns: int) -> None:
+        """Ask the transfer about pages that it has not let go of."""
+        every_ns = round(self.settings.deadlines.drain_s * NS_PER_S)
+        for handoff_id in quarantine.to_ask(now_ns, every_ns):
+            assert self._transfer is not None
+            self.send(self._transfer, CancelCopies(handoff_id=handoff_id, reply_to=self.peer))
 
     # -- publish ------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         """Receive, plan, run, publish."""
         self.receive(max_wait_s)
         now_ns = self._clock()
+        self.ask_again(self.quarantine, now_ns)
         self._notice(now_ns)
         plan = plan_decode(self._snapshot(now_ns))
         self.record_waits(plan.waits, now_ns)

@@ -66,6 +66,7 @@ class PrefillWorker(Scheduler[PrefillLeg]):
         """Receive, plan, run, publish."""
         self.receive(max_wait_s)
         now_ns = self._clock()
+        self.ask_again(self.quarantine, now_ns)
         self._shake_hands(now_ns)
         self._finish_computed(now_ns)
         plan = plan_prefill(self._snapshot(now_ns))

@@ -106,13 +106,30 @@ class TransferDouble:
         self.fail_next: str | None = None
         self.failed: list[str] = []
         self.silent = False
-        """Answers nothing and copies nothing, like a process that hangs."""
+        """Takes in nothing and copies nothing, like a process that hangs."""
+        self._backlog: deque[AnyMessage] = deque()
 
     @property
     def busy(self) -> bool:
-        return bool(self._jobs) and not self.silent
+        return bool(self._jobs or self._backlog) and not self.silent
+
+    def restart(self) -> None:
+        """Another process takes over, with an empty memory."""
+        self.silent = False
+        self._backlog.clear()
+        self._jobs.clear()
+        self._over.clear()
 
     def take(self, message: AnyMessage) -> None:
+        self._backlog.append(message)
+        if not self.silent:
+            self._take_all()
+
+    def _take_all(self) -> None:
+        while self._backlog:
+            self._take(self._backlog.popleft())
+
+    def _take(self, message: AnyMessage) -> None:
         match message:
             case CopyJob():
                 key = (message.context.handoff_id, message.index)
@@ -121,15 +138,16 @@ class TransferDouble:
                     self._jobs.append(message)
             case CancelCopies():
                 self._end(message.handoff_id)
-                if not self.silent:
-                    self._outbox.send(
-                        message.reply_to.endpoint, CopiesDrained(handoff_id=message.handoff_id)
-                    )
+                self._outbox.send(
+                    message.reply_to.endpoint, CopiesDrained(handoff_id=message.handoff_id)
+                )
             case _:
                 raise AssertionError(f"transfer got {message}")
 
     def step(self) -> None:
-        if not self.busy:
+        if not self.silent:
+            self._take_all()
+        if self.silent or not self._jobs:
             return
         job = self._jobs.popleft()
         handoff_id = job.context.handoff_id

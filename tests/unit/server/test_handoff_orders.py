@@ -36,11 +36,10 @@ def play(
     cancels: bool,
     sleeps: bool,
     num_actions: int,
-) -> set[str]:
-    """Random turns and deliveries; returns the handoffs that were cancelled."""
-    cancelled: set[str] = set()
+) -> None:
+    """Random turns, deliveries, repetitions and mishaps."""
     kinds = ["deliver"] * 6 + ["turn"] * 4 + ["transfer"] * 2 + ["replay"]
-    kinds += ["cancel"] * cancels + ["sleep"] * sleeps
+    kinds += ["cancel", "fail", "hang"] * cancels + ["sleep"] * sleeps
     for _ in range(data.draw(st.integers(0, num_actions))):
         kind = data.draw(st.sampled_from(kinds))
         names = cluster.channels.names()
@@ -55,12 +54,15 @@ def play(
             if past:
                 cluster.hand(*data.draw(st.sampled_from(past)))
         elif kind == "cancel":
-            handoff_id = data.draw(st.sampled_from(sorted(cluster.results)))
-            cancelled.add(handoff_id)
-            cluster.cancel(handoff_id)
+            cluster.cancel(data.draw(st.sampled_from(sorted(cluster.results))))
+        elif kind == "fail":
+            cluster.transfer.fail_next = "peer_lost"
+        elif kind == "hang":
+            cluster.transfer.silent = not cluster.transfer.silent
         elif kind == "sleep":
             cluster.clock.advance(s=data.draw(st.sampled_from([0.1, 9.0, 40.0])))
-    return cancelled
+    cluster.transfer.silent = False
+    cluster.transfer.fail_next = None
 
 
 def check_records(cluster: Cluster, role: Role) -> None:

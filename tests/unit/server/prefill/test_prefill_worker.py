@@ -12,7 +12,6 @@ from server.engine.fake import FakeModel
 from server.request import PrefillState
 from server.wire.messages import (
     Abort,
-    CancelCopies,
     CopyJob,
     PagesReserved,
     Peer,
@@ -246,9 +245,6 @@ def test_transfer_that_hangs_times_out_and_its_pages_stay_out_of_use_until_it_an
     other = cluster.submit(prompt(9, first=60))
     cluster.settle()
     assert cluster.results[other].tokens == cluster.expected(prompt(9, first=60), 4)
-    for receiver, message in [*cluster.delivered]:
-        if isinstance(message, CancelCopies):
-            cluster.hand(receiver, message)
     cluster.step()
     assert cluster.prefill.quarantine.num_pages == cluster.decode.quarantine.num_pages == 0
 
@@ -356,3 +352,18 @@ def test_request_of_a_closed_handoff_is_ignored(make_cluster: MakeCluster) -> No
     cluster.hand("prefill-0", request)
     cluster.settle()
     assert cluster.prefill.ignored["late.PrefillRequest"] == 1
+
+
+def test_pages_kept_out_of_use_are_asked_for_again(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    cluster.transfer.silent = True
+    cluster.submit(prompt(9))
+    cluster.settle()
+    assert cluster.prefill.quarantine.num_pages == cluster.decode.quarantine.num_pages == 3
+    cluster.transfer.restart()  # a new process: the old one's messages are lost with it
+    cluster.run_for(100)
+    assert cluster.prefill.quarantine.num_pages == 3
+    cluster.clock.advance(s=10)
+    cluster.run_for(5)
+    assert cluster.prefill.quarantine.num_pages == cluster.decode.quarantine.num_pages == 0
+    assert cluster.prefill.quarantine.num_handoffs_ever == 1
