@@ -197,8 +197,8 @@ class Agent:
         """Reads what is there, hands on what is finished; returns the number of records read."""
         now_ns = time.monotonic_ns()
         before = self._tails.counts.records
-        if self._tails.read(now_ns, self._sink_position):
-            self._tails.retire(self._sink_position)
+        position = SinkPosition() if self._sink is None else self._sink.position
+        if self._tails.read(now_ns, position):
             self._deliver(self._tracker.finished(now_ns))
         if time.monotonic() - self._state_written_s >= self.config.state_s:
             self._save_state()
@@ -264,9 +264,6 @@ class Agent:
         if self._sink is not None:
             self._sink.close()
         return self.summary()
-
-    def _sink_position(self) -> SinkPosition:
-        return SinkPosition() if self._sink is None else self._sink.position
 
     def _deliver(self, requests: Iterable[CollectedRequest]) -> None:
         built: list[tuple[CollectedRequest, list[Span]]] = []

@@ -343,7 +343,10 @@ class _Lane:
 
     def put(self, spans: list[Span]) -> None:
         with self._changed:
-            if self._num_queued + len(spans) > self._limits.max_queued or self._closing.is_set():
+            if self._closing.is_set():
+                self.dropped += len(spans)
+                first = False
+            elif self._num_queued + len(spans) > self._limits.max_queued:
                 self.dropped += len(spans)
                 first = not self._overflowing
                 self._overflowing = True

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
 import msgspec
 
+from pdtrace import __version__
 from pdtrace import semconv as a
 from pdtrace.spans import (
     AttrScalar,
@@ -43,15 +42,6 @@ _encode_json = msgspec.json.Encoder().encode
 _MAX_ENCODED_RESOURCES = 1_000
 _encoded_resources: dict[int, tuple[Resource, msgspec.Raw]] = {}
 """By identity; the resource is kept so that its identity stays taken."""
-
-
-@cache
-def scope_version() -> str:
-    """Version of the installed `pdtrace`, "0" when it runs from a checkout."""
-    try:
-        return version("pdtrace")
-    except PackageNotFoundError:
-        return "0"
 
 
 def parent_is_remote(span: Span) -> bool:
@@ -124,7 +114,7 @@ def by_resource(spans: Iterable[Span]) -> list[tuple[Resource, list[Span]]]:
 
 def encode_line(spans: Iterable[Span]) -> bytes:
     """One TracesData object as a line of UTF-8 JSON, newline included."""
-    scope = {"name": SCOPE_NAME, "version": scope_version()}
+    scope = {"name": SCOPE_NAME, "version": __version__}
     resource_spans = [
         {
             "resource": _encode_resource(resource),

@@ -20,6 +20,7 @@ from opentelemetry.trace import SpanContext, Status, TraceFlags, TraceState
 from opentelemetry.trace import SpanKind as SdkKind
 from opentelemetry.trace import StatusCode as SdkStatusCode
 
+from pdtrace import __version__
 from pdtrace import semconv as a
 from pdtrace.otlp import (
     FLAG_HAS_IS_REMOTE,
@@ -27,7 +28,6 @@ from pdtrace.otlp import (
     SCOPE_NAME,
     by_resource,
     parent_is_remote,
-    scope_version,
     valid_attributes,
 )
 from pdtrace.spans import AttrValue, Span, SpanKind, StatusCode
@@ -59,7 +59,7 @@ def encode_request(spans: Iterable[Span]) -> ExportTraceServiceRequest:
         scope_spans = resource_spans.scope_spans.add()
         scope_spans.schema_url = a.SCHEMA_URL
         scope_spans.scope.name = SCOPE_NAME
-        scope_spans.scope.version = scope_version()
+        scope_spans.scope.version = __version__
         for span in group:
             _fill_span(scope_spans.spans.add(), span)
     return request
@@ -129,7 +129,7 @@ def _text(text: str) -> str:
 
 def readable_spans(spans: Iterable[Span]) -> list[ReadableSpan]:
     """The SDK's view of finished spans, for any exporter or span processor."""
-    scope = InstrumentationScope(SCOPE_NAME, scope_version(), a.SCHEMA_URL)
+    scope = InstrumentationScope(SCOPE_NAME, __version__, a.SCHEMA_URL)
     resources: dict[int, SdkResource] = {}
     readable: list[ReadableSpan] = []
     for span in spans:

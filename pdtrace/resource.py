@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
+from pdtrace import __version__
 from pdtrace.collected import Process
-from pdtrace.otlp import SCOPE_NAME, scope_version
+from pdtrace.otlp import SCOPE_NAME
 from pdtrace.recorder import resource_from_env
 from pdtrace.ring import RingIdentity
 from pdtrace.spans import AttrValue, Resource
@@ -44,9 +45,9 @@ def resource_of(identity: RingIdentity, environ: Mapping[str, str] = os.environ)
         "telemetry.sdk.language": "python",
         "telemetry.sdk.version": _sdk_version(),
         "telemetry.distro.name": SCOPE_NAME,
-        "telemetry.distro.version": scope_version(),
+        "telemetry.distro.version": __version__,
         "service.namespace": DEFAULT_NAMESPACE,
-        "service.version": scope_version(),
+        "service.version": __version__,
         **added,
         **identity.resource,
         "service.name": identity.service_name,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,10 +29,15 @@ _log = logging.getLogger(__name__)
 
 
 class RingState(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to go on in a ring; `made_ns` tells it from an earlier ring of the same name."""
+    """Where to go on in a ring; `made_ns` tells it from an earlier ring of the same name.
+
+    last_key  highest key seen: marks with keys up to it belong to requests that are finished, or
+              whose OPEN records follow `position`
+    """
 
     made_ns: int
     position: RingPosition
+    last_key: int = 0
     finished: bool = False
 
 
@@ -51,7 +56,6 @@ class TailCounts:
 class _Tail:
     reader: RingReader
     made_ns: int
-    inode: int
     seen_alive: bool = False
     missed: int = 0
     torn: int = 0
@@ -97,39 +101,51 @@ class RingTails:
         """Rings whose writer is gone and which are read to their end."""
         return sum(1 for state in self._known.values() if state.finished)
 
-    def read(self, now_ns: int, sink_position: Callable[[], SinkPosition]) -> bool:
-        """Reads what the rings hold; whether all of it was read.
+    def read(self, now_ns: int, sink_position: SinkPosition) -> bool:
+        """Reads what the rings hold, and takes leave of those whose writer is gone; whether all of
+        it was read.
 
-        Gateways come first: whatever led to the end of a request is then in the other rings
-        already. A gateway is read once, so that it does not run ahead of them.
+        Gateways come first, once: whatever led to the end of a request is then in the other rings
+        already, also in those that are found only afterwards.
         """
         self._find()
-        caught_up = True
-        for name in sorted(self._tails, key=lambda name: not self._tails[name].is_gateway):
-            once = self._tails[name].is_gateway
-            drained = self._drain(
-                name, now_ns, sink_position(), max_reads=1 if once else _MAX_READS
+        gateways = [name for name, tail in self._tails.items() if tail.is_gateway]
+        gone = {name: self._gone(name) for name in gateways}
+        drained = {
+            name: self._drain(
+                name, now_ns, sink_position, max_reads=1, final=gone.get(name) is not None
             )
-            caught_up = caught_up and (drained or once)
+            for name in gateways
+            if name in self._tails
+        }
+        self._find()
+        caught_up = True
+        for name in [name for name, tail in self._tails.items() if not tail.is_gateway]:
+            gone[name] = self._gone(name)
+            if name in self._tails:
+                drained[name] = self._drain(
+                    name, now_ns, sink_position, final=gone[name] is not None
+                )
+                caught_up = caught_up and drained[name]
+        for name, reason in gone.items():
+            if reason is not None and drained.get(name) and name in self._tails:
+                seen = self._tails[name].seen_alive
+                self._leave(name, time.monotonic_ns() if seen else None, reason)
         return caught_up
 
-    def retire(self, sink_position: Callable[[], SinkPosition]) -> None:
-        """Takes leave of the rings whose writer is gone, once all they hold is read."""
-        for name, tail in list(self._tails.items()):
-            try:
-                closed = tail.reader.closed
-                alive = not closed and tail.reader.writer_alive()
-            except (OSError, RingError) as error:
-                self._damaged(name, error)
-                continue
-            if alive:
+    def _gone(self, name: str) -> str | None:
+        """Why a ring's writer records no more; None while it may."""
+        tail = self._tails[name]
+        try:
+            if tail.reader.closed:
+                return "process_exited"
+            if tail.reader.writer_alive():
                 tail.seen_alive = True
-                continue
-            now_ns = time.monotonic_ns()
-            drained = self._drain(name, now_ns, sink_position(), final=True)
-            if drained and name in self._tails:
-                reason = "process_exited" if closed else "process_lost"
-                self._leave(name, now_ns if tail.seen_alive else None, reason)
+                return None
+        except (OSError, RingError) as error:
+            self._damaged(name, error)
+            return None
+        return "process_lost"
 
     def states(self, sink: SinkPosition) -> tuple[dict[str, RingState], SinkPosition]:
         """Where to go on so that nothing in flight is lost, and since when the sink may hold
@@ -143,7 +159,9 @@ class RingTails:
                     continue
                 position = min(position, ring_at, key=lambda at: at.number)
                 sink = min(sink, sink_at, key=lambda at: (at.number, at.offset))
-            states[name] = RingState(made_ns=tail.made_ns, position=position)
+            states[name] = RingState(
+                made_ns=tail.made_ns, position=position, last_key=self._tracker.last_key(name)
+            )
         return states, sink
 
     def close(self) -> None:
@@ -183,18 +201,21 @@ class RingTails:
             return
         made_ns = reader.identity.anchor.wall_ns
         known = self._known.get(name)
+        handled_key = 0
         if known is not None and known.made_ns == made_ns:
             if known.finished:
                 reader.close()
                 return
             try:
                 reader.seek(known.position)
+                handled_key = known.last_key
             except RingError as error:
                 self._say_once(f"{error}: it is read from its begin")
         self._left_alone.pop(name, None)
         self._known.pop(name, None)
-        self._tails[name] = _Tail(reader, made_ns, stat.st_ino)
-        self._tracker.add_ring(name, process_of(reader.identity, os.environ))
+        self._tails[name] = _Tail(reader, made_ns)
+        process = process_of(reader.identity, os.environ)
+        self._tracker.add_ring(name, process, handled_key=handled_key)
         self.counts.rings += 1
 
     def _drain(

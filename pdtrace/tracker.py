@@ -78,6 +78,8 @@ class _Open:
 @dataclass(slots=True)
 class _Ring:
     process: Process
+    handled_key: int = 0
+    last_key: int = 0
     keys: dict[int, _Open | None] = field(default_factory=dict[int, "_Open | None"])
     unnamed: dict[int, list[MarkRecord]] = field(default_factory=dict[int, list[MarkRecord]])
     num_unnamed: int = 0
@@ -104,9 +106,17 @@ class RequestTracker:
 
     # -- input -------------------------------------------------------------------------------
 
-    def add_ring(self, ring: str, process: Process) -> None:
-        """A ring that records will come from."""
-        self._rings[ring] = _Ring(process)
+    def add_ring(self, ring: str, process: Process, *, handled_key: int = 0) -> None:
+        """A ring that records will come from.
+
+        handled_key  last key that a former tracker saw (`last_key`): unless their OPEN records come
+                     again, its requests and those before are finished
+        """
+        self._rings[ring] = _Ring(process, handled_key, handled_key)
+
+    def last_key(self, ring: str) -> int:
+        """The highest key that `ring` gave to a request."""
+        return self._rings[ring].last_key
 
     def remember_finished(self, span_ids: Iterable[str]) -> None:
         """Span ids of roots or attempts that were exported before: their records are late."""
@@ -196,6 +206,7 @@ class RequestTracker:
     def _name(self, ring: str, source: _Ring, record: OpenRecord, now_ns: int) -> bool:
         """Binds a key; whether its request is in flight and appears in this ring."""
         key, context = record.key, record.context
+        source.last_key = max(source.last_key, key)
         if source.keys.get(key) is not None:
             return False  # repeated so that it stays in the ring
         if context.root_span_id in self._finished or context.attempt_span_id in self._finished:
@@ -226,6 +237,8 @@ class RequestTracker:
         source.last_ns = max(source.last_ns, record.t_ns)
         key = record.key
         if key not in source.keys:
+            if key <= source.handled_key:
+                return
             if source.num_unnamed < MAX_UNNAMED:
                 source.unnamed.setdefault(key, []).append(record)
                 source.num_unnamed += 1

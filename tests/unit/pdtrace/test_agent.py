@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from pdtrace import semconv as a
+from pdtrace import tails
 from pdtrace.agent import (
     STATE_NAME,
     TRACES_NAME,
@@ -32,7 +33,7 @@ from pdtrace.collected import CollectedRequest
 from pdtrace.otlp import decode_line
 from pdtrace.propagation import RemoteParent, RequestContext
 from pdtrace.recorder import Recorder
-from pdtrace.ring import RingCapacity
+from pdtrace.ring import RingCapacity, scan_rings
 from pdtrace.sink import SinkError, lines_since
 from pdtrace.spans import Span, StatusCode
 from pdtrace.stages import CHAINS, Mark, Mode, Outcome, Role, WaitReason
@@ -225,6 +226,26 @@ def test_rings_of_processes_started_later_are_found_and_finished_ones_forgotten(
     assert agent.close().rings == 3 * len(Role)
 
 
+def test_ring_that_appears_while_the_gateway_is_read_is_not_overlooked(
+    tmp_path: Path, recorders: Mapping[Role, Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_request(recorders)
+    scans = 0
+
+    def scan(directory: Path) -> list[Path]:
+        nonlocal scans
+        scans += 1
+        hidden = "transfer-" if scans == 1 else "-"
+        return [path for path in scan_rings(directory) if not path.name.startswith(hidden)]
+
+    monkeypatch.setattr(tails, "scan_rings", scan)
+    agent = agent_of(tmp_path)
+    agent.poll()
+    summary = agent.close()
+    assert (summary.requests, summary.incomplete, summary.late) == (1, 0, 0)
+    assert "transfer" in {span.name for span in written(tmp_path)[0]}
+
+
 RECORD = """
     import sys, time
     from pdtrace.testing import open_recorders, record_request
@@ -367,6 +388,7 @@ def test_restarted_agent_goes_on_without_repeating_or_losing(
     agent.poll()
     agent.close()
     assert request_ids(tmp_path) == ["across", "before", "between"]
+    assert agent.summary().unnamed == 0, "what was handled before is not lost"
     across = next(s for s in written(tmp_path) if s[0].attributes[a.REQUEST_ID.key] == "across")
     assert {"gateway.ingest", "hop.dispatch", "decode.reserve"} <= {span.name for span in across}
 

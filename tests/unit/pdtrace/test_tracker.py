@@ -134,6 +134,17 @@ def test_marks_that_stay_without_open_record_are_counted() -> None:
     assert tracker.counts.unnamed == 1 + 3 + MAX_UNNAMED
 
 
+def test_marks_of_requests_handled_before_a_restart_are_not_lost_ones() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, [opened(key=7), mark(Mark.RECEIVED, key=7)], 0)
+    last_key = tracker.last_key(GATEWAY)
+    tracker = RequestTracker(grace_ns=GRACE_NS)
+    tracker.add_ring(GATEWAY, process(Role.GATEWAY), handled_key=last_key)
+    tracker.feed(GATEWAY, [mark(Mark.COMPLETED, key=7), ended(7), mark(Mark.RECEIVED, key=8)], 0)
+    tracker.ring_gone(GATEWAY, None, "process_exited")
+    assert tracker.counts.unnamed == 1
+
+
 def test_repeated_open_record_changes_nothing() -> None:
     tracker = tracker_of()
     assert len(tracker.feed(GATEWAY, [opened(), opened(), *WHOLE[1:]], 0)) == 1
