@@ -16,6 +16,8 @@ def text(attributes: Mapping[str, AttrValue], attr: Attr) -> str | None:
     value = attributes.get(attr.key)
     if value is None or value == "":
         return None
+    if type(value) is str:  # nearly always; this runs for every span
+        return value
     if isinstance(value, list | tuple):
         return ",".join(str(item) for item in value) or None
     return str(value)

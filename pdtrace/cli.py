@@ -219,10 +219,8 @@ def _print_why(
         view = why_view(timeline, verdict, width=console.width, ascii_only=ascii_only, notes=notes)
         console.print(view)
     if len(pairs) == 1 and requests > 1:
-        hint = (
-            f"\n1 of {requests} requests in {recording.source}; pdtrace why --slowest 5 for more."
-        )
-        console.print(Text(clean(hint.strip()), style="dim"))
+        hint = f"1 of {requests} requests in {recording.source}; --slowest 5 shows the worst five."
+        console.print(Text(f"\n{clean(hint)}", style="dim"))
 
 
 @app.command(

@@ -74,6 +74,7 @@ class Placement:
     """A trace's stage spans, placed.
 
     root         the request's span; None if the trace lacks it
+    attempts     spans that stand for attempts
     rivals       further spans that claim to be the root
     began_ns     wall time of offset 0, Unix nanoseconds
     length       the request's length; negative if its root ends before it begins
@@ -84,6 +85,7 @@ class Placement:
 
     root: Span | None
     rivals: tuple[Span, ...]
+    attempts: tuple[Span, ...]
     began_ns: int
     length: int
     mode: Mode
@@ -96,19 +98,14 @@ def place(trace: Trace) -> Placement:
     """Place a trace's stage spans. Takes any spans; a trace without any has length 0."""
     root, rivals = _pick_root(trace)
     clock = _Clock.of(trace, root)
-    attempts = {
-        span.span_id: integer(span.attributes, a.ATTEMPT) or 1
-        for span in trace.spans
-        if is_attempt(span)
-    }
+    stages = [(span, stage) for span in trace.spans if (stage := stage_of(span)) is not None]
+    attempts = [span for span in trace.spans if is_attempt(span)]
+    numbers = {span.span_id: integer(span.attributes, a.ATTEMPT) or 1 for span in attempts}
     placed: list[Placed] = []
-    for span in trace.spans:
-        stage = stage_of(span)
-        if stage is None:
-            continue
+    for span, stage in stages:
         number = integer(span.attributes, a.ATTEMPT)
         if number is None:
-            number = attempts.get(span.parent_id or "", 1)
+            number = numbers.get(span.parent_id or "", 1)
         begin, end, exact = clock.offsets(span)
         placed.append(
             Placed(
@@ -128,6 +125,7 @@ def place(trace: Trace) -> Placement:
     return Placement(
         root=root,
         rivals=rivals,
+        attempts=tuple(attempts),
         began_ns=clock.wall,
         length=clock.length,
         mode=mode,

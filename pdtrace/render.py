@@ -23,7 +23,7 @@ from pdtrace.baselines import NESTED_LEAVES
 from pdtrace.check import CheckReport
 from pdtrace.duration import seconds_text
 from pdtrace.palette import COLOURS, LETTERS
-from pdtrace.stages import CHAINS, STAGES, Outcome
+from pdtrace.stages import CHAINS, STAGES, Outcome, WaitReason
 from pdtrace.timeline import UNEXPLAINED, Timeline, Wait
 from pdtrace.verdict import Assessment, Verdict, VerdictKind
 from pdtrace.waits import describe_wait
@@ -71,7 +71,8 @@ def why_view(
     blocks: list[RenderableType] = [
         Text(clean(verdict.sentence, 2_000), style=_KIND_STYLES[verdict.kind]),
     ]
-    if verdict.kind is VerdictKind.STALLED and verdict.advice:
+    injected = verdict.wait is not None and verdict.wait.reason == WaitReason.INJECTED
+    if verdict.kind is VerdictKind.STALLED and verdict.advice and not injected:
         blocks.append(Text(verdict.advice, style="italic"))
     blocks += [Text(), *_facts(timeline)]
     picture = draw(

@@ -27,11 +27,8 @@ from pdtrace.placement import (
     CLOSABLE_GAP_NS,
     Placed,
     Placement,
-    is_attempt,
-    is_root,
     place,
     split_requests,
-    stage_of,
 )
 from pdtrace.spans import AttrValue, Span, StatusCode, Trace
 from pdtrace.stages import (
@@ -66,6 +63,8 @@ __all__ = [
 ]
 
 UNEXPLAINED = "unexplained"
+
+_OUTCOMES: Mapping[str, Outcome] = MappingProxyType({o.value: o for o in Outcome})
 
 # Work before waits: while one job copies, the wait of the next is not what costs time.
 _DETAILS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -374,6 +373,8 @@ def _by_begin(item: Placed) -> tuple[int, int, str]:
 def _waits(item: Placed) -> tuple[Wait, ...]:
     """Waits from the span's events; one from its own attributes unless an event told it."""
     span = item.span
+    if not span.events:
+        return _own_wait(item)
     shift = item.begin - span.start_ns
     events = sorted(
         (event for event in span.events if text(event.attributes, a.WAIT_REASON)),
@@ -387,13 +388,16 @@ def _waits(item: Placed) -> tuple[Wait, ...]:
             end = min(end, events[position + 1].time_ns + shift)
         held = max(0, end - max(begin, item.begin))
         waits.append(_wait(item, event.attributes, at_ns=begin, for_ns=held))
-    if text(span.attributes, a.WAIT_REASON):
-        own = _wait(item, span.attributes)
-        if all(wait.reason != own.reason for wait in waits):
-            waits.append(own)
-    if not waits and (cause := text(span.attributes, a.GAP_CAUSE)):
-        waits.append(Wait(stage=item.stage.name, reason=cause))
-    return tuple(waits)
+    told = {wait.reason for wait in waits}
+    return (*waits, *(wait for wait in _own_wait(item) if wait.reason not in told))
+
+
+def _own_wait(item: Placed) -> tuple[Wait, ...]:
+    attributes = item.span.attributes
+    if text(attributes, a.WAIT_REASON):
+        return (_wait(item, attributes),)
+    cause = text(attributes, a.GAP_CAUSE)
+    return (Wait(stage=item.stage.name, reason=cause),) if cause else ()
 
 
 def _wait(
@@ -417,8 +421,7 @@ def _wait(
 
 
 def _outcome(attributes: Mapping[str, AttrValue]) -> Outcome | None:
-    value = text(attributes, a.OUTCOME)
-    return Outcome(value) if value in set(Outcome) else None
+    return _OUTCOMES.get(text(attributes, a.OUTCOME) or "")
 
 
 def _failed_stage(placement: Placement) -> str | None:
@@ -472,9 +475,7 @@ def _unknowns(trace: Trace, placement: Placement, outcome: Outcome | None) -> It
     hosts = {host for span in trace.spans if (host := host_id(span))}
     if len(hosts) > 1:
         yield f"Spans come from {len(hosts)} hosts; the error between their clocks is not known."
-    others = sum(
-        stage_of(span) is None and not is_root(span) and not is_attempt(span)
-        for span in trace.spans
-    )
+    known = len(placement.placed) + len(placement.attempts) + len(placement.rivals)
+    others = len(trace.spans) - known - (root is not None)
     if others:
         yield f"{others} other span{'s are' if others > 1 else ' is'} in this trace and left out."

@@ -372,11 +372,11 @@ def _sentence(
     because = f" {cause[0].upper()}{cause[1:]}." if cause else ""
     match kind:
         case VerdictKind.ENDED:
-            sentence = f"{name} {_ending(timeline)} after {total}"
+            sentence = f"{name} {_ending(timeline)}"
             if timeline.outcome_stage in {stage, chosen.leaf.outer}:
-                sentence += f" in {stage}, {took} into it.{because}"
+                sentence += f" in {stage}: {took} in that stage, {total} in all.{because}"
             else:
-                sentence += f"; {stage} took {took}.{because}"
+                sentence += f" after {total}; {stage} took {took}.{because}"
             if stall is not None and stall.leaf.name != stage:
                 sentence += f" Before that, {stall.leaf.name} took {_excess(stall)}."
             return sentence
@@ -428,7 +428,8 @@ def _ending(timeline: Timeline) -> str:
         case Outcome.COMPLETED | None:
             phrase = "ended"
     if timeline.outcome_by:
-        phrase += f" by {timeline.outcome_by}"
+        joint = "with" if timeline.outcome is Outcome.LOST else "by"
+        phrase += f" {joint} {timeline.outcome_by}"
     if timeline.outcome_reason:
         phrase += f" ({timeline.outcome_reason})"
     return phrase

@@ -226,9 +226,7 @@ def _parentless(trace: Trace, placement: Placement) -> Iterator[Violation]:
         return
     by_id = {span.span_id: span for span in trace.spans}
     attached = {placement.root.span_id: True}
-    for span in trace.spans:
-        if not _is_ours(span):
-            continue
+    for span in (*placement.attempts, *(item.span for item in placement.placed)):
         if not span.parent_id:
             yield _breach(ViolationKind.ORPHAN, f"{span.name} has no parent", span)
         elif span.parent_id not in by_id:

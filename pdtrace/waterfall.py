@@ -15,7 +15,7 @@ from itertools import pairwise
 from pdtrace.duration import seconds_text
 from pdtrace.intervals import paint
 from pdtrace.palette import LETTERS, fill_of
-from pdtrace.stages import CHAINS, STAGE_BY_NAME, Role
+from pdtrace.stages import CHAINS, STAGE_BY_NAME
 from pdtrace.timeline import UNEXPLAINED, Timeline
 
 LABEL_WIDTH = 10
@@ -98,17 +98,15 @@ def draw(timeline: Timeline, *, width: int, ascii_only: bool, point_at: str | No
         spans[visit.name].append((visit.begin_ns, visit.end_ns))
     lanes: list[Lane] = []
     pointer: tuple[str, str] | None = None
-    colocated = Role.WORKER.service_name in timeline.services
     for label, names in _LANES:
         present = [name for name in names if spans[name]]
         if not present:
             continue
         row = _cells(present, spans, total, cells)
-        shown = f"worker {label[:3]}" if colocated and label in {"prefill", "decode"} else label
-        lanes.append(Lane(shown, _runs(row, ascii_only=ascii_only)))
+        lanes.append(Lane(label, _runs(row, ascii_only=ascii_only)))
         if point_at in names:
             line = _pointer(timeline, point_at, cells, ascii_only=ascii_only)
-            pointer = (shown, line) if line else None
+            pointer = (label, line) if line else None
     gaps = [(s.begin_ns, s.end_ns) for s in timeline.segments if s.name == UNEXPLAINED]
     if gaps:
         row = _cells([UNEXPLAINED], {UNEXPLAINED: gaps}, total, cells, least=0.5)

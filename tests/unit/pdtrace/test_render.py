@@ -177,7 +177,7 @@ def test_doubts_stand_beside_the_verdict() -> None:
 def test_request_that_ended_early_shows_where() -> None:
     story = replace(stalled(), outcome=Outcome.TIMED_OUT, reason="deadline", ends_in="transfer")
     text = shown(why_view(*judged(story), width=100))
-    assert "req-23 timed out (deadline) after" in text
+    assert "req-23 timed out (deadline) in transfer: 8.00 ms in that stage," in text
     assert "timed_out (deadline), HTTP 504" in text
     assert "prefill.compute" in text
     assert "decode.generate" not in text.split("What this")[0].split("usual")[1]

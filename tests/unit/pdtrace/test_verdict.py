@@ -168,7 +168,7 @@ def test_late_first_token_does_not_promise_a_shorter_request() -> None:
         (Outcome.TIMED_OUT, "deadline", "gateway", "timed out by gateway (deadline)"),
         (Outcome.CANCELLED, None, "client", "was cancelled by client"),
         (Outcome.FAILED, "transfer_failed", None, "failed (transfer_failed)"),
-        (Outcome.LOST, "process_lost", "decode-0", "was lost by decode-0 (process_lost)"),
+        (Outcome.LOST, "process_lost", "decode-0", "was lost with decode-0 (process_lost)"),
         (Outcome.REJECTED, "queue_full", None, "was rejected (queue_full)"),
     ],
 )
@@ -187,7 +187,10 @@ def test_unfinished_request_names_the_stage_it_ended_in(
     verdict = judged([*healthy(), ended])[-1][1]
     assert verdict.kind is VerdictKind.ENDED
     assert verdict.stage == "decode.reserve"
-    assert f"ended {phrase} after 5.01 s in decode.reserve, 5.00 s into it." in verdict.sentence
+    assert (
+        f"ended {phrase} in decode.reserve: 5.00 s in that stage, 5.01 s in all."
+        in verdict.sentence
+    )
     assert "Waited for KV pages." in verdict.sentence
 
 
