@@ -1,0 +1,119 @@
+"""A worker from its configuration to its end, in a thread, over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from pdtrace.stages import Role
+from server.colocated.worker import ColocatedWorker, run
+from server.config import ProcessConfig, Settings
+from server.engine.fake import FakeEngine
+from server.errors import StartError
+from server.serve import serve
+from server.wire.endpoints import EndpointDirectory
+from server.wire.messages import AnyMessage, Cancel, Heartbeat, LegClosed, Peer
+from server.wire.sockets import Inbox, Outbox
+
+
+def config(tmp_path: Path, *, pool: bool = True, **settings: object) -> ProcessConfig:
+    endpoints = EndpointDirectory(tmp_path)
+    values: dict[str, object] = {
+        "run_dir": str(tmp_path),
+        "mode": "colocated",
+        "model": "fake",
+        "decode_pages": 8,
+        "heartbeat_s": 0.05,
+        "record": False,
+        **settings,
+    }
+    return ProcessConfig(
+        settings=Settings(**values),  # pyright: ignore[reportArgumentType]
+        role="worker",
+        instance="worker-0",
+        incarnation="1",
+        endpoint=endpoints.endpoint("worker-0"),
+        gateway_endpoint=endpoints.endpoint("gateway-0"),
+        pool_path=str(tmp_path / "worker-0.kv") if pool else None,
+    )
+
+
+@contextlib.contextmanager
+def running(given: ProcessConfig) -> Generator[threading.Event]:
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def serve_until_stopped() -> None:
+        try:
+            run(given, stop=stop)
+        except BaseException as error:  # handed to the test's thread
+            failures.append(error)
+
+    thread = threading.Thread(target=serve_until_stopped)
+    thread.start()
+    try:
+        yield stop
+    finally:
+        stop.set()
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+        assert failures == []
+
+
+def receive(inbox: Inbox, kind: type[AnyMessage]) -> AnyMessage:
+    for _ in range(100):
+        received = inbox.get(5)
+        assert received is not None
+        if isinstance(received.message, kind):
+            return received.message
+    raise AssertionError(f"no {kind.__name__} came")
+
+
+def test_worker_beats_answers_and_leaves_no_pool_behind(tmp_path: Path) -> None:
+    given = config(tmp_path)
+    gateway = Inbox(given.gateway_endpoint)
+    outbox = Outbox()
+    with contextlib.closing(gateway), contextlib.closing(outbox), running(given):
+        beat = receive(gateway, Heartbeat)
+        assert isinstance(beat, Heartbeat)
+        assert beat.info is not None
+        assert beat.info.name == "fake"
+        assert beat.load.pages_total in {0, 8}  # 0 before the first turn
+        peer = Peer(instance="gateway-0", endpoint=given.gateway_endpoint, incarnation="g")
+        cancel = Cancel(
+            handoff_id="h1", outcome="cancelled", reason="test", by="client", gateway=peer
+        )
+        outbox.send(given.endpoint, cancel)
+        closed = receive(gateway, LegClosed)
+        assert isinstance(closed, LegClosed)
+        assert (closed.handoff_id, closed.outcome) == ("h1", "cancelled")
+    assert not (tmp_path / "worker-0.kv").exists()
+
+
+def test_worker_without_a_pool_path_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="worker-0 has no pool_path"):
+        run(config(tmp_path, pool=False), stop=threading.Event())
+
+
+def test_directory_that_cannot_hold_the_recording_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "rings").write_text("a file")
+    with pytest.raises(StartError, match="worker-0 cannot record in"):
+        run(config(tmp_path, record=True), stop=threading.Event())
+    assert not (tmp_path / "worker-0.kv").exists()
+
+
+def test_given_engine_is_used_and_closed(tmp_path: Path) -> None:
+    engine = FakeEngine(pool_path=tmp_path / "mine.kv", owner="worker-0", num_pages=4)
+    stop = threading.Event()
+    stop.set()
+    given = config(tmp_path)
+    gateway = Inbox(given.gateway_endpoint)
+    with contextlib.closing(gateway):
+        serve(given, role=Role.WORKER, make_worker=ColocatedWorker, engine=engine, stop=stop)
+        beat = receive(gateway, Heartbeat)
+    assert isinstance(beat, Heartbeat)
+    assert not (tmp_path / "mine.kv").exists()
