@@ -30,8 +30,10 @@ class PoolDescriptor(msgspec.Struct, frozen=True, kw_only=True):
 class KvPool:
     """A mapped pool. `memory` is a writable byte view of `descriptor.num_bytes` bytes.
 
-    `create` makes the backing file with mode 0600 and truncates an old one; `attach` maps an
-    existing file and raises ValueError when its size is not what the descriptor says.
+    `create` makes the backing file with mode 0600 in place of an old one: a worker that starts
+    again gets another file, so that what still maps the old one neither reads nor writes its pages.
+    `attach` maps an existing file and raises ValueError when its size is not what the descriptor
+    says.
     """
 
     def __init__(self, descriptor: PoolDescriptor, mapping: mmap.mmap) -> None:
@@ -42,7 +44,8 @@ class KvPool:
     @classmethod
     def create(cls, path: Path, *, owner: str, layout: KvLayout, num_pages: int) -> KvPool:
         descriptor = PoolDescriptor(owner=owner, path=str(path), num_pages=num_pages, layout=layout)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
             os.posix_fallocate(fd, 0, descriptor.num_bytes)
             mapping = mmap.mmap(fd, descriptor.num_bytes)

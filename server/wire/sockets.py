@@ -151,14 +151,24 @@ class _Receiver:
 class Inbox:
     """Messages for a synchronous loop, in arrival order per sender.
 
+    on_arrival  called by the I/O thread after each message, for a loop that waits for other
+                things too
+
     Raises StartError when `endpoint` cannot be bound: in use, not a socket, no such directory.
     """
 
-    def __init__(self, endpoint: str, *, max_messages: int = INBOX_MESSAGES) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        max_messages: int = INBOX_MESSAGES,
+        on_arrival: Callable[[], None] | None = None,
+    ) -> None:
         self._queue: queue.SimpleQueue[Received] = queue.SimpleQueue()
+        self._on_arrival = on_arrival
         self._receiver = _Receiver(
             endpoint,
-            deliver=self._queue.put,
+            deliver=self._queue.put if on_arrival is None else self._deliver,
             num_waiting=self._queue.qsize,
             max_messages=max_messages,
         )
@@ -198,6 +208,11 @@ class Inbox:
     def close(self) -> None:
         """Stop the I/O thread and unbind. Idempotent."""
         self._receiver.close()
+
+    def _deliver(self, received: Received) -> None:
+        self._queue.put(received)
+        if self._on_arrival is not None:
+            self._on_arrival()
 
 
 class AsyncInbox:

@@ -1,0 +1,475 @@
+"""The transfer process: copy jobs in, KV pages moved, both legs told. One per host.
+
+Owns the loop, the marks and the answers; how bytes move is a `KvTransfer`'s business. Messages come
+from any leg in any order; within a leg's socket they keep theirs. Late and repeated messages are
+ignored and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from pdtrace.clock import SYSTEM_CLOCK, Clock
+from pdtrace.errors import PdtraceError
+from pdtrace.recorder import Recorder
+from pdtrace.stages import Gauge, Mark, Outcome, Role, WaitReason
+from server.config import ProcessConfig
+from server.errors import StartError
+from server.heartbeat import HeartbeatThread, Progress
+from server.kv.transfer.base import (
+    Copied,
+    CopyState,
+    Drained,
+    Failed,
+    KvTransfer,
+    PageCopy,
+    Reason,
+    TransferError,
+)
+from server.kv.transfer.jobs import Job, JobTable, TransferHandoff
+from server.kv.transfer.policy import CopyPlan, JobView, plan_copies
+from server.kv.transfer.shm import ShmTransfer
+from server.kv.transfer.tcp import TcpTransfer
+from server.wire.messages import (
+    AnyMessage,
+    CancelCopies,
+    CopiesDrained,
+    CopyDone,
+    CopyFailed,
+    CopyJob,
+    Peer,
+    PoolRef,
+    RegisterPool,
+    WorkerLoad,
+)
+from server.wire.sockets import Inbox, Outbox, Received
+
+IDLE_WAIT_S = 0.5
+SWEEP_S = 1.0
+GRACE_S = 1.0
+"""How long jobs in flight may go on after SIGTERM."""
+NS_PER_S = 1_000_000_000
+NS_PER_MS = 1_000_000
+_QUEUE_STAGE = "transfer.queue"
+_FAULT_STAGE = "transfer"
+
+_logger = logging.getLogger(__name__)
+
+
+class MessageSource(Protocol):
+    """Where messages come from; `server.wire.sockets.Inbox`."""
+
+    def drain(self) -> list[Received]: ...
+
+
+class MessageSink(Protocol):
+    """Where messages go; `server.wire.sockets.Outbox`."""
+
+    def send(self, endpoint: str, message: AnyMessage) -> bool: ...
+
+
+class TransferWorker:
+    """Runs copy jobs over `transfer`. Not thread-safe: one thread steps it.
+
+    ignored       messages that changed nothing, by why: duplicate, late, unexpected
+    undelivered   answers that could not be queued for their receiver
+    """
+
+    def __init__(
+        self,
+        config: ProcessConfig,
+        *,
+        transfer: KvTransfer,
+        inbox: MessageSource,
+        outbox: MessageSink,
+        recorder: Recorder,
+        progress: Progress,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.config = config
+        self.jobs = JobTable()
+        self.ignored: Counter[str] = Counter()
+        self.undelivered = 0
+        self.copied_bytes = 0
+        self._transfer = transfer
+        self._inbox = inbox
+        self._outbox = outbox
+        self._recorder = recorder
+        self._progress = progress
+        self._now_ns = clock.monotonic_ns
+        self._page_bytes: dict[str, int] = {}  # by pool owner
+        self._register_errors: dict[str, str] = {}
+        self._askers: dict[str, list[Peer]] = {}  # who waits for the drain of a handoff
+        self._swept_ns = clock.monotonic_ns()
+        deadlines = config.settings.deadlines
+        self._abandon_ns = round((deadlines.prefill_compute_s + deadlines.transfer_s) * NS_PER_S)
+
+    def step(self, max_wait_s: float = IDLE_WAIT_S) -> None:
+        """Receive, plan, start, copy, publish."""
+        for received in self._inbox.drain():
+            self.handle(received.message, received.arrived_ns)
+        now_ns = self._now_ns()
+        plan = plan_copies(self.jobs.waiting(), self.jobs.running(), now_ns)
+        self._record_waits(plan, now_ns)
+        for view in plan.start:
+            self._start(view)
+        self._publish()
+        for event in self._transfer.poll(self._wait_s(plan, max_wait_s)):
+            match event:
+                case Copied():
+                    self._copied(event)
+                case Failed():
+                    self._failed(event)
+                case Drained():
+                    self._drained(event)
+        self._sweep()
+        self._publish()
+
+    # -- receive ------------------------------------------------------------------------------
+
+    def handle(self, message: AnyMessage, arrived_ns: int) -> None:
+        """Take in one message."""
+        match message:
+            case CopyJob():
+                self._receive_job(message, arrived_ns)
+            case CancelCopies():
+                self._receive_cancel(message)
+            case RegisterPool():
+                self._register(message)
+            case _:
+                self.ignored["unexpected"] += 1
+
+    def _receive_job(self, message: CopyJob, arrived_ns: int) -> None:
+        handoff_id = message.context.handoff_id
+        if self.jobs.is_over(handoff_id) or handoff_id in self._askers:
+            self.ignored["late"] += 1
+            return
+        handoff = self.jobs.get(handoff_id)
+        if handoff is None:
+            handoff = TransferHandoff(
+                first=message,
+                trace=self._recorder.begin(message.context, at_ns=arrived_ns),
+                touched_ns=arrived_ns,
+            )
+            self.jobs.open(handoff)
+        if message.index < handoff.next_index:
+            self.ignored["duplicate"] += 1
+            return
+        handoff.touched_ns = arrived_ns
+        missing = message.index - handoff.next_index
+        self.jobs.add(handoff, Job(message=message, held_until_ns=self._hold(message, arrived_ns)))
+        page_bytes = self._page_bytes.get(message.source.owner)
+        handoff.trace.mark(
+            Mark.COPY_QUEUED,
+            message.index,
+            len(message.source_pages),
+            None if page_bytes is None else page_bytes * len(message.source_pages),
+            self.jobs.num_waiting,
+            at_ns=arrived_ns,
+        )
+        if missing:
+            # Earlier jobs were lost, or run by a transfer process that is no more.
+            first = message.index - missing
+            self._give_up(
+                handoff,
+                Reason.JOBS_MISSING,
+                f"copy job {message.index} came, job {first} was expected",
+            )
+
+    def _hold(self, message: CopyJob, arrived_ns: int) -> int:
+        delay_ms = message.faults.get(_FAULT_STAGE, 0) if self.config.settings.allow_faults else 0
+        return arrived_ns + delay_ms * NS_PER_MS if message.last and delay_ms > 0 else 0
+
+    def _receive_cancel(self, message: CancelCopies) -> None:
+        askers = self._askers.setdefault(message.handoff_id, [])
+        if message.reply_to not in askers:
+            askers.append(message.reply_to)
+        handoff = self.jobs.get(message.handoff_id)
+        if handoff is not None:
+            self.jobs.give_up(handoff, CopyState.CANCELLED)
+            if handoff.running is not None and handoff.running.state is CopyState.COPYING:
+                handoff.running.advance(CopyState.DRAINING)
+        self._transfer.cancel(message.handoff_id)
+
+    def _register(self, message: RegisterPool) -> None:
+        owner = message.pool.owner
+        try:
+            self._transfer.register(
+                PoolRef(owner=owner, incarnation=message.peer.incarnation), message.pool
+            )
+        except TransferError as error:
+            # It is tried again with every heartbeat: log what is new only.
+            if self._register_errors.get(owner) != str(error):
+                self._register_errors[owner] = str(error)
+                _logger.warning("%s", error)
+            return
+        self._register_errors.pop(owner, None)
+        self._page_bytes[owner] = message.pool.layout.page_bytes
+
+    # -- start --------------------------------------------------------------------------------
+
+    def _record_waits(self, plan: CopyPlan, now_ns: int) -> None:
+        for wait in plan.waits:
+            handoff = self.jobs.get(wait.handoff_id)
+            assert handoff is not None
+            if wait.held:
+                handoff.trace.wait(_QUEUE_STAGE, WaitReason.INJECTED, at_ns=now_ns)
+            else:
+                handoff.trace.wait(
+                    _QUEUE_STAGE,
+                    WaitReason.COPY_QUEUE,
+                    position=wait.position,
+                    blocker=wait.blocker,
+                    at_ns=now_ns,
+                )
+
+    def _start(self, view: JobView) -> None:
+        handoff = self.jobs.get(view.handoff_id)
+        assert handoff is not None
+        message = self.jobs.start(view).message
+        handoff.touched_ns = self._now_ns()
+        handoff.trace.mark(Mark.COPY_STARTED, message.index, at_ns=handoff.touched_ns)
+        self._transfer.submit(
+            PageCopy(
+                handoff_id=handoff.handoff_id,
+                index=message.index,
+                source=message.source,
+                source_pages=message.source_pages,
+                destination=message.destination,
+                destination_pages=message.destination_pages,
+                address=message.transfer_address,
+            )
+        )
+
+    # -- end ----------------------------------------------------------------------------------
+
+    def _copied(self, event: Copied) -> None:
+        handoff = self._running(event)
+        if handoff is None:
+            return
+        message = self.jobs.finish(handoff, event.num_bytes).message
+        handoff.touched_ns = event.finished_ns
+        self.copied_bytes += event.num_bytes
+        trace = handoff.trace
+        trace.mark(Mark.COPY_FINISHED, message.index, event.num_bytes, at_ns=event.finished_ns)
+        if message.last:
+            trace.mark(Mark.KV_LANDED, handoff.num_bytes, at_ns=event.finished_ns)
+            trace.end()
+            self.jobs.give_up(handoff, CopyState.CANCELLED)
+            self.jobs.close(handoff.handoff_id)
+        done = CopyDone(
+            handoff_id=handoff.handoff_id,
+            index=message.index,
+            last=message.last,
+            num_bytes=event.num_bytes,
+        )
+        self._send(message.decode, done)
+        self._send(message.prefill, done)
+
+    def _failed(self, event: Failed) -> None:
+        handoff = self._running(event)
+        if handoff is None:
+            return
+        self._fail(handoff, event.index, event.reason, event.message, settled=event.settled)
+
+    def _running(self, event: Copied | Failed) -> TransferHandoff | None:
+        """The handoff whose running job `event` ends; None when it drains or is over."""
+        handoff = self.jobs.get(event.handoff_id)
+        if handoff is None or handoff.running is None:
+            return None
+        is_current = handoff.running.message.index == event.index
+        return handoff if is_current and handoff.running.state is CopyState.COPYING else None
+
+    def _fail(
+        self,
+        handoff: TransferHandoff,
+        index: int,
+        reason: Reason,
+        message: str,
+        *,
+        settled: bool = True,
+    ) -> None:
+        """End `handoff`. Decode is told only when its pages are certain not to be written any
+        more; else it learns of it from prefill, and drains at its own host."""
+        running = handoff.running
+        self.jobs.give_up(handoff, CopyState.FAILED)
+        if running is not None:
+            running.advance(CopyState.FAILED)
+        outcome = Outcome.TIMED_OUT if reason is Reason.TRANSFER_TIMEOUT else Outcome.FAILED
+        handoff.trace.abort(outcome, reason, by=self.config.instance)
+        handoff.trace.end()
+        self.jobs.close(handoff.handoff_id)
+        _logger.warning("handoff %s: copy failed: %s: %s", handoff.handoff_id, reason, message)
+        failed = CopyFailed(
+            handoff_id=handoff.handoff_id, index=index, reason=reason, message=message
+        )
+        self._send(handoff.first.prefill, failed)
+        if settled:
+            self._send(handoff.first.decode, failed)
+
+    def _give_up(self, handoff: TransferHandoff, reason: Reason, message: str) -> None:
+        """Fail `handoff`, if need be once the transfer has let go of its running job."""
+        running = handoff.running
+        if running is None:
+            self._fail(handoff, max(0, handoff.next_index - 1), reason, message)
+        elif running.state is CopyState.COPYING:
+            self.jobs.give_up(handoff, CopyState.FAILED)
+            running.advance(CopyState.DRAINING)
+            handoff.failure = (reason, message)
+            self._transfer.cancel(handoff.handoff_id)
+
+    def _drained(self, event: Drained) -> None:
+        askers = self._askers.pop(event.handoff_id, [])
+        handoff = self.jobs.get(event.handoff_id)
+        if handoff is not None:
+            self._end_drained(handoff, askers)
+        self.jobs.close(event.handoff_id)
+        for peer in askers:
+            self._send(peer, CopiesDrained(handoff_id=event.handoff_id))
+
+    def _end_drained(self, handoff: TransferHandoff, askers: list[Peer]) -> None:
+        running = handoff.running
+        if running is not None:
+            running.advance(CopyState.CANCELLED)
+            handoff.jobs.clear()
+        if handoff.failure is not None and running is not None:
+            reason, message = handoff.failure
+            # Between hosts this drain speaks for the source alone.
+            settled = handoff.first.transfer_address is None
+            self._fail(handoff, running.message.index, reason, message, settled=settled)
+        else:
+            by = askers[0].instance if askers else None
+            handoff.trace.abort(Outcome.CANCELLED, Reason.CANCELLED, by=by)
+            handoff.trace.end()
+
+    def _send(self, peer: Peer, message: AnyMessage) -> None:
+        if not self._outbox.send(peer.endpoint, message):
+            self.undelivered += 1
+
+    def _sweep(self) -> None:
+        """Forget handoffs of which no further job will come: their prefill worker is gone."""
+        now_ns = self._now_ns()
+        if now_ns - self._swept_ns < SWEEP_S * NS_PER_S:
+            return
+        self._swept_ns = now_ns
+        for handoff in self.jobs:
+            if handoff.jobs or now_ns - handoff.touched_ns < self._abandon_ns:
+                continue
+            handoff.trace.abort(Outcome.LOST, "abandoned", by=handoff.first.prefill.instance)
+            handoff.trace.end()
+            self.jobs.close(handoff.handoff_id)
+
+    def fail_all(self, reason: Reason, message: str) -> None:
+        """Give up every handoff: a turn of the loop failed, or the process stops."""
+        for handoff in self.jobs:
+            self._give_up(handoff, reason, message)
+
+    # -- publish ------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        running = len(self.jobs.running())
+        waiting = self.jobs.num_waiting
+        now_ns = self._progress.tick(
+            busy=bool(running or waiting), load=WorkerLoad(running=running, waiting=waiting)
+        )
+        self._recorder.gauge(Gauge.COPY_JOBS_WAITING, waiting)
+        self._recorder.gauge(Gauge.COPIED_BYTES, self.copied_bytes)
+        self._recorder.gauge(Gauge.LAST_PROGRESS_NS, now_ns)
+
+    def _wait_s(self, plan: CopyPlan, max_wait_s: float) -> float:
+        if plan.wake_ns is None:
+            return max_wait_s
+        return max(0.0, min(max_wait_s, (plan.wake_ns - self._now_ns()) / NS_PER_S))
+
+
+def run(config: ProcessConfig, *, stop: threading.Event | None = None) -> None:
+    """Serve as `config` says until SIGTERM, SIGINT or `stop`. Raises StartError."""
+    stop = threading.Event() if stop is None else stop
+    with contextlib.ExitStack() as stack:
+        transfer = _make_transfer(config)
+        stack.callback(transfer.close)
+        stack.enter_context(_stop_on_signals(stop, transfer))
+        inbox = Inbox(config.endpoint, on_arrival=transfer.wake)
+        stack.callback(inbox.close)
+        recorder = _open_recorder(config)
+        stack.callback(recorder.close)
+        outbox = Outbox()
+        stack.callback(outbox.close)
+        progress = Progress()
+        worker = TransferWorker(
+            config,
+            transfer=transfer,
+            inbox=inbox,
+            outbox=outbox,
+            recorder=recorder,
+            progress=progress,
+        )
+        heartbeat = HeartbeatThread(config, progress)
+        heartbeat.start()
+        stack.callback(heartbeat.stop)
+        _logger.info("%s serves at %s", config.instance, config.endpoint)
+        while not stop.is_set():
+            _take_step(worker, IDLE_WAIT_S)
+        progress.draining = True
+        end_s = time.monotonic() + GRACE_S
+        while not worker.jobs.is_idle and time.monotonic() < end_s:
+            _take_step(worker, 0.02)
+        worker.fail_all(Reason.SHUTTING_DOWN, f"{config.instance} is shutting down")
+        _take_step(worker, 0.0)  # answers what drained at once
+    _logger.info("%s stopped", config.instance)
+
+
+def _take_step(worker: TransferWorker, max_wait_s: float) -> None:
+    try:
+        worker.step(max_wait_s)
+    except Exception:  # a process boundary: the handoffs at hand fail, later ones are served
+        _logger.exception("%s: a turn of the loop failed", worker.config.instance)
+        worker.fail_all(Reason.INTERNAL, "a turn of the transfer loop failed")
+
+
+def _make_transfer(config: ProcessConfig) -> KvTransfer:
+    if config.settings.transfer == "shm":
+        return ShmTransfer()
+    if config.transfer_address is None:
+        raise StartError(f"{config.instance} has no transfer_address, TCP transfer needs one")
+    return TcpTransfer(config.transfer_address, copy_timeout_s=config.settings.deadlines.transfer_s)
+
+
+def _open_recorder(config: ProcessConfig) -> Recorder:
+    if not config.settings.record:
+        return Recorder.disabled()
+    rings = Path(config.settings.rings_path)
+    try:
+        return Recorder.open(rings, role=Role.TRANSFER, instance=config.instance)
+    except PdtraceError as error:
+        raise StartError(f"{config.instance} cannot record in {rings}: {error}") from error
+
+
+@contextlib.contextmanager
+def _stop_on_signals(stop: threading.Event, transfer: KvTransfer) -> Generator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers; in another thread `stop` ends the loop
+        return
+
+    def request_stop(number: int, _frame: FrameType | None) -> None:
+        _logger.info("received %s", signal.Signals(number).name)
+        stop.set()
+        transfer.wake()
+
+    previous = {
+        number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
