@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import SupportsFloat, SupportsIndex, cast
+from typing import Any, SupportsFloat, SupportsIndex, cast
 
 import msgspec
 
@@ -39,7 +39,6 @@ _FORMATS: Mapping[AttrType, str] = {
     AttrType.BOOL: "?",
     AttrType.STR: "B",
 }
-_STR, _BOOL = AttrType.STR, AttrType.BOOL  # globals: read once per value
 _INT64 = range(-(2**63), 2**63)
 
 Schema = dict[int, list[tuple[str, str]]]
@@ -135,45 +134,53 @@ def _checked_encoder(
     on_truncated: Callable[[], None],
 ) -> Encode:
     pack = _mark_struct(types).pack
-    kind = int(mark)
-    count = len(types)
-    padding = (0,) * count
+    kind, count, full = int(mark), len(types), (1 << len(types)) - 1
+    strings = [index for index, attr_type in enumerate(types) if attr_type is AttrType.STR]
+    bools = [index for index, attr_type in enumerate(types) if attr_type is AttrType.BOOL]
 
     def encode(attempt: int, key: int, t_ns: int, values: tuple[Value, ...]) -> bytes:
-        fields: list[int | float] = []
-        add = fields.append
-        tail = b""
-        present = 0
-        bit = 1
+        fields: list[Any] = list(values)
         try:
-            for attr_type, value in zip(types, values, strict=False):
-                if value is None:
-                    add(0)
-                else:
-                    present |= bit
-                    if attr_type is _STR:
-                        raw: bytes = value.encode()  # pyright: ignore[reportAttributeAccessIssue] caught below
-                        if len(raw) > MAX_STRING_BYTES:
-                            raw, _ = _fit(value, MAX_STRING_BYTES)  # pyright: ignore[reportArgumentType] a str
-                            on_truncated()
-                        add(len(raw))
-                        tail += raw
-                    elif attr_type is _BOOL and value is not True and value is not False:
-                        raise TypeError
-                    else:
-                        add(value)  # pyright: ignore[reportArgumentType] pack() checks it
-                bit += bit
-            missing = count - len(fields)
-            if missing:
-                fields.extend(padding[:missing])
-            elif len(values) > count:
-                raise TypeError
+            if len(fields) != count or None in fields:
+                present = _fill_absent(fields, count)
+            else:
+                present = full
+            tail = b""
+            for index in strings:
+                if present >> index & 1:
+                    raw: bytes = fields[index].encode()
+                    if len(raw) > MAX_STRING_BYTES:
+                        raw, _ = _fit(fields[index], MAX_STRING_BYTES)
+                        on_truncated()
+                    fields[index] = len(raw)
+                    tail += raw
+            for index in bools:
+                if (
+                    present >> index & 1
+                    and fields[index] is not True
+                    and fields[index] is not False
+                ):
+                    raise TypeError
             return pack(kind, present, attempt, key, t_ns, *fields) + tail
         except (struct.error, AttributeError, TypeError, UnicodeEncodeError):
             sound = _sound_values(mark, types, values, on_error)
         return encode(attempt, key, t_ns, sound)
 
     return encode
+
+
+def _fill_absent(fields: list[Any], count: int) -> int:
+    """Put 0 for what is absent; returns the presence bits. Raises TypeError for too many values."""
+    if len(fields) > count:
+        raise TypeError
+    fields.extend([None] * (count - len(fields)))
+    present = 0
+    for index, value in enumerate(fields):
+        if value is None:
+            fields[index] = 0
+        else:
+            present |= 1 << index
+    return present
 
 
 def _sound_values(
