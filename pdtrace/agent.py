@@ -197,7 +197,7 @@ class Agent:
         """Reads what is there, hands on what is finished; returns the number of records read."""
         now_ns = time.monotonic_ns()
         before = self._tails.counts.records
-        position = SinkPosition() if self._sink is None else self._sink.position
+        position = None if self._sink is None else self._sink.position
         if self._tails.read(now_ns, position):
             self._deliver(self._tracker.finished(now_ns))
         if time.monotonic() - self._state_written_s >= self.config.state_s:

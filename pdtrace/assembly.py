@@ -7,11 +7,18 @@ mean is `pdtrace.evidence`; which stages exist is `pdtrace.stages`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 from pdtrace import semconv as a
 from pdtrace.collected import CollectedRequest, Leg
+from pdtrace.drafts import (
+    CHAIN_GAP_NS,
+    SIDE_GAP_NS,
+    Draft,
+    mark_attributes,
+    put_attributes,
+    set_attribute,
+)
 from pdtrace.evidence import (
     REPEATABLE_MARKS,
     REQUEST_MARKS,
@@ -23,7 +30,7 @@ from pdtrace.evidence import (
     first_of,
 )
 from pdtrace.ring.records import Value
-from pdtrace.spans import AttrValue, Event, Link, Span, SpanKind, StatusCode
+from pdtrace.spans import AttrValue, Event, Link, Span, SpanKind
 from pdtrace.stages import (
     ATTEMPT_SPAN,
     CHAINS,
@@ -37,10 +44,6 @@ from pdtrace.stages import (
     Outcome,
     Stage,
 )
-
-CHAIN_GAP_NS = 1_000
-SIDE_GAP_NS = 2_000
-"""How far before its end mark a span ends: chain stages and stages beside the chain (ADR 001)."""
 
 MAX_WAIT_EVENTS = 64
 """Wait records shown as events on one span; more are counted in `pd.wait.changes`."""
@@ -76,37 +79,6 @@ _SIDE = {
 }
 
 
-@dataclass(slots=True, kw_only=True)
-class _Draft:
-    """A span in the making, on the common clock."""
-
-    name: str
-    span_id: str
-    parent_id: str | None
-    leg: Leg
-    begin_ns: int
-    end_ns: int
-    gap_ns: int
-    kind: SpanKind = SpanKind.INTERNAL
-    attributes: dict[str, AttrValue] = field(default_factory=dict[str, AttrValue])
-    events: list[Event] = field(default_factory=list[Event])
-    links: list[Link] = field(default_factory=list[Link])
-    status: StatusCode = StatusCode.UNSET
-    status_message: str = ""
-
-    def conclude(self, end: End, *, guilty: bool) -> None:
-        """Records an outcome; only the stage that was active when it happened bears the error."""
-        self.attributes[a.OUTCOME.key] = end.outcome
-        if end.reason:
-            self.attributes[a.OUTCOME_REASON.key] = end.reason
-        if end.by:
-            self.attributes[a.OUTCOME_BY.key] = end.by
-        if guilty and end.is_error:
-            self.status = StatusCode.ERROR
-            self.status_message = end.reason or end.outcome
-            self.attributes[a.ERROR_TYPE.key] = end.reason or end.outcome
-
-
 def assemble(request: CollectedRequest) -> list[Span]:
     """The spans of `request`, root first where this host's gateway recorded it, then by start.
 
@@ -127,7 +99,7 @@ class _Assembly:
         self.mode = evidence.mode
         self.landing = _LANDING[self.mode]
         self.chain_names = _CHAIN_NAMES[self.mode]
-        self.drafts: dict[tuple[int, str], list[_Draft]] = {}
+        self.drafts: dict[tuple[int, str], list[Draft]] = {}
         self.homeless: dict[int, list[Stamp]] = {}
         """Marks whose stage has no span: their facts go to the attempt."""
 
@@ -137,6 +109,7 @@ class _Assembly:
                 self._draft_chain(stage, attempt)
             for stage in _SIDE[self.mode]:
                 self._draft_side(stage, attempt)
+        self._draft_answer()
         for attempt in self.evidence.attempts.values():
             self._land_attributes(attempt)
             self._attach_waits(attempt)
@@ -144,10 +117,13 @@ class _Assembly:
         stages.sort(key=attrgetter("begin_ns"))
         gateway = self.evidence.gateway
         if gateway is None:
-            return [self._span(draft) for draft in stages]
+            return [draft.span(self.request, self.anchor) for draft in stages]
         begun = [attempt for attempt in self.evidence.attempts.values() if attempt.has_begun]
         attempts = [self._attempt_draft(attempt, gateway) for attempt in begun]
-        return [self._span(draft) for draft in (self._root(gateway), *attempts, *stages)]
+        return [
+            draft.span(self.request, self.anchor)
+            for draft in (self._root(gateway), *attempts, *stages)
+        ]
 
     def _draft_chain(self, stage: Stage, attempt: Attempt) -> None:
         evidence = self.evidence
@@ -168,6 +144,27 @@ class _Assembly:
                 owner = self._owner(stage, end)
                 draft = self._draft(stage, attempt, owner, begin.t_ns, end.t_ns)
                 draft.conclude(end, guilty=guilty)
+
+    def _draft_answer(self) -> None:
+        """What the gateway still did after a request had failed: it waited for the legs to let go
+        and told the client. That ends in order, with COMPLETED."""
+        completed = self.evidence.first.get(Mark.COMPLETED)
+        last = self.evidence.last_attempt
+        stage = STAGE_BY_NAME["gateway.finish"]
+        done = (
+            self.evidence.end.outcome == Outcome.COMPLETED
+            or (last.number, stage.name) in self.drafts
+        )
+        if completed is None or done or self.evidence.gateway is None:
+            return
+        ends = [
+            draft.end_ns
+            for (_, name), drafts in self.drafts.items()
+            if name in self.chain_names
+            for draft in drafts
+        ]
+        if ends and max(ends) < completed.t_ns:
+            self._draft(stage, last, completed.leg, max(ends), completed.t_ns)
 
     def _owner(self, stage: Stage, end: End) -> Leg:
         """The process that would have recorded the end mark, where it recorded anything."""
@@ -200,21 +197,23 @@ class _Assembly:
                 draft = self._draft(
                     stage, attempt, finish.leg, begin.t_ns, finish.t_ns, index=index
                 )
-                _put(draft, finish)
+                put_attributes(draft, finish)
             elif end is not None:
                 draft = self._draft(stage, attempt, begin.leg, begin.t_ns, end.t_ns, index=index)
                 draft.conclude(end, guilty=False)
             else:
                 continue
             if self.landing.get(begin.mark) == stage.name:
-                _put(draft, begin, overwrite=False)
+                put_attributes(draft, begin, overwrite=False)
 
     def _draft_gaps(self, stage: Stage, attempt: Attempt) -> None:
         for index, stamp in enumerate(attempt.repeated.get(stage.end, ())):
             length = stamp.value(a.GAP_SECONDS)
             seconds = length if isinstance(length, int | float) and length > 0 else 0.0
             begin_ns = stamp.t_ns - round(min(seconds, 1e9) * 1e9)
-            _put(self._draft(stage, attempt, stamp.leg, begin_ns, stamp.t_ns, index=index), stamp)
+            put_attributes(
+                self._draft(stage, attempt, stamp.leg, begin_ns, stamp.t_ns, index=index), stamp
+            )
 
     def _draft(
         self,
@@ -225,9 +224,9 @@ class _Assembly:
         end_ns: int,
         *,
         index: int = 0,
-    ) -> _Draft:
+    ) -> Draft:
         in_chain = stage.name in self.chain_names
-        draft = _Draft(
+        draft = Draft(
             name=stage.name,
             span_id=derived_span_id(
                 f"{self.request.root_span_id}/{attempt.ids.span_id}/{stage.name}/{index}"
@@ -271,11 +270,11 @@ class _Assembly:
                 continue
             drafts = self._drafts_of(self.landing.get(mark), attempt)
             if drafts:
-                _put(drafts[0], stamp, overwrite=False)
+                put_attributes(drafts[0], stamp, overwrite=False)
             else:
                 self.homeless.setdefault(attempt.number, []).append(stamp)
 
-    def _drafts_of(self, name: str | None, attempt: Attempt) -> Sequence[_Draft]:
+    def _drafts_of(self, name: str | None, attempt: Attempt) -> Sequence[Draft]:
         """Spans of a stage in `attempt`; the request's own stages stand with its last attempt."""
         if name is None:
             return ()
@@ -285,7 +284,7 @@ class _Assembly:
         return self.drafts.get((attempt.number, name), ())
 
     def _attach_waits(self, attempt: Attempt) -> None:
-        by_draft: dict[str, tuple[_Draft, list[Stamp]]] = {}
+        by_draft: dict[str, tuple[Draft, list[Stamp]]] = {}
         for stamp in attempt.repeated.get(Mark.WAITING, ()):
             draft = self._waiting_draft(attempt, stamp)
             if draft is not None:
@@ -295,7 +294,7 @@ class _Assembly:
         for draft, stamps in by_draft.values():
             self._describe_wait(draft, stamps)
 
-    def _waiting_draft(self, attempt: Attempt, stamp: Stamp) -> _Draft | None:
+    def _waiting_draft(self, attempt: Attempt, stamp: Stamp) -> Draft | None:
         name = str(stamp.value(a.WAIT_STAGE))
         candidates = self._drafts_of(name if name in STAGE_BY_NAME else None, attempt)
         for draft in candidates:
@@ -303,7 +302,7 @@ class _Assembly:
                 return draft
         return candidates[-1] if candidates else None
 
-    def _describe_wait(self, draft: _Draft, stamps: Sequence[Stamp]) -> None:
+    def _describe_wait(self, draft: Draft, stamps: Sequence[Stamp]) -> None:
         """Events for the changes; attributes for the reason that was in force longest."""
         in_force: dict[str, int] = {}
         longest: dict[str, tuple[int, Stamp]] = {}
@@ -315,7 +314,7 @@ class _Assembly:
             if reason not in longest or length > longest[reason][0]:
                 longest[reason] = (length, stamp)
         dominant = max(in_force, key=lambda reason: in_force[reason])
-        draft.attributes.update(_mark_attributes(longest[dominant][1], leave_out=a.WAIT_STAGE))
+        draft.attributes.update(mark_attributes(longest[dominant][1], leave_out=a.WAIT_STAGE))
         shown = stamps[:MAX_WAIT_EVENTS]
         draft.events += [self._wait_event(stamp) for stamp in shown]
         if len(stamps) > len(shown):
@@ -326,7 +325,7 @@ class _Assembly:
         return Event(
             name="pd.wait",
             time_ns=self.anchor.to_wall_ns(stamp.t_ns),
-            attributes=_mark_attributes(stamp),
+            attributes=mark_attributes(stamp),
         )
 
     def _blocker_links(self, stamps: Sequence[Stamp]) -> Iterable[Link]:
@@ -336,13 +335,13 @@ class _Assembly:
             if trace_id != self.request.trace_id:
                 yield Link(trace_id=trace_id, span_id=span_id, attributes={"pd.link": "blocked_by"})
 
-    def _attempt_draft(self, attempt: Attempt, gateway: Leg) -> _Draft:
+    def _attempt_draft(self, attempt: Attempt, gateway: Leg) -> Draft:
         end = attempt.end
         assert end is not None
         begin = attempt.first.get(Mark.ADMITTED) or next(
             stamp for stamp in attempt.stamps if stamp.mark not in REQUEST_MARKS
         )
-        draft = _Draft(
+        draft = Draft(
             name=ATTEMPT_SPAN,
             span_id=attempt.ids.span_id,
             parent_id=self.request.root_span_id,
@@ -360,7 +359,7 @@ class _Assembly:
         routed = attempt.first.get(Mark.ROUTED)
         if routed is not None:
             for attr in (a.PREFILL_WORKER, a.DECODE_WORKER):
-                _set(draft.attributes, attr, routed.value(attr))
+                set_attribute(draft.attributes, attr, routed.value(attr))
         reserved = attempt.first.get(Mark.PAGES_RESERVED)
         released = attempt.first.get(Mark.DECODE_RELEASED)
         if reserved is not None and released is not None:
@@ -370,7 +369,7 @@ class _Assembly:
             if stamp.mark is Mark.WAITING and len(draft.events) < MAX_WAIT_EVENTS:
                 draft.events.append(self._wait_event(stamp))
             elif stamp.mark not in REQUEST_MARKS:
-                _put(draft, stamp, overwrite=False)
+                put_attributes(draft, stamp, overwrite=False)
         draft.conclude(end, guilty=True)
         if attempt.active is not None and end.outcome != Outcome.COMPLETED:
             draft.attributes[a.OUTCOME_STAGE.key] = attempt.active.name
@@ -389,7 +388,7 @@ class _Assembly:
             )
         return draft
 
-    def _root(self, gateway: Leg) -> _Draft:
+    def _root(self, gateway: Leg) -> Draft:
         evidence, end = self.evidence, self.evidence.end
         received = evidence.first.get(Mark.RECEIVED) or next(
             stamp for stamp in evidence.stamps if stamp.leg is gateway
@@ -404,8 +403,8 @@ class _Assembly:
                 continue
             for attr, value in zip(MARKS[stamp.mark].attrs, stamp.values, strict=False):
                 if attr.on_root and attr.key not in _OUTCOME_ATTRS:
-                    _set(attributes, attr, value)
-        draft = _Draft(
+                    set_attribute(attributes, attr, value)
+        draft = Draft(
             name=_root_name(attributes),
             span_id=self.request.root_span_id,
             parent_id=self.request.client_parent_span_id,
@@ -450,29 +449,6 @@ class _Assembly:
                 ):
                     yield f"no {stage.name}"
 
-    def _span(self, draft: _Draft) -> Span:
-        offset_ns = self.anchor.wall_ns - self.anchor.monotonic_ns
-        start_ns = max(draft.begin_ns + offset_ns, 0) // 1_000 * 1_000
-        end_ns = max(draft.end_ns + offset_ns, 0) // 1_000 * 1_000 - draft.gap_ns
-        draft.attributes[a.BEGIN_NS.key] = draft.begin_ns
-        draft.attributes[a.END_NS.key] = draft.end_ns
-        return Span(
-            trace_id=self.request.trace_id,
-            span_id=draft.span_id,
-            parent_id=draft.parent_id,
-            name=draft.name,
-            kind=draft.kind,
-            start_ns=start_ns,
-            end_ns=max(end_ns, start_ns),
-            resource=draft.leg.process.resource,
-            attributes=draft.attributes,
-            events=tuple(draft.events),
-            links=tuple(draft.links),
-            status=draft.status,
-            status_message=draft.status_message,
-            trace_state=self.request.trace_state,
-        )
-
 
 def _paired(
     begins: Sequence[Stamp], finishes: Sequence[Stamp]
@@ -496,30 +472,6 @@ def _chunk_index(stamp: Stamp) -> Value:
     if position is None or position >= len(stamp.values):
         return None
     return stamp.values[position]
-
-
-def _set(attributes: dict[str, AttrValue], attr: a.Attr, value: Value) -> None:
-    if value is None:
-        return
-    # The convention's type is string[]; a request has one choice here.
-    attributes[attr.key] = (str(value),) if attr is a.FINISH_REASON else value
-
-
-def _put(draft: _Draft, stamp: Stamp, *, overwrite: bool = True) -> None:
-    """Copies a mark's attributes. gen_ai.* and http.* describe the request, so only the root's."""
-    for attr, value in zip(MARKS[stamp.mark].attrs, stamp.values, strict=False):
-        if attr.key.startswith(("gen_ai.", "http.")):
-            continue
-        if overwrite or attr.key not in draft.attributes:
-            _set(draft.attributes, attr, value)
-
-
-def _mark_attributes(stamp: Stamp, *, leave_out: a.Attr | None = None) -> dict[str, AttrValue]:
-    attributes: dict[str, AttrValue] = {}
-    for attr, value in zip(MARKS[stamp.mark].attrs, stamp.values, strict=False):
-        if attr is not leave_out:
-            _set(attributes, attr, value)
-    return attributes
 
 
 def _root_name(attributes: Mapping[str, AttrValue]) -> str:

@@ -101,9 +101,9 @@ class RingTails:
         """Rings whose writer is gone and which are read to their end."""
         return sum(1 for state in self._known.values() if state.finished)
 
-    def read(self, now_ns: int, sink_position: SinkPosition) -> bool:
+    def read(self, now_ns: int, sink_position: SinkPosition | None) -> bool:
         """Reads what the rings hold, and takes leave of those whose writer is gone; whether all of
-        it was read.
+        it was read. `sink_position` is kept for `states`; None where nobody will ask.
 
         Gateways come first, once: whatever led to the end of a request is then in the other rings
         already, also in those that are found only afterwards.
@@ -222,7 +222,7 @@ class RingTails:
         self,
         name: str,
         now_ns: int,
-        sink_position: SinkPosition,
+        sink_position: SinkPosition | None,
         *,
         max_reads: int = _MAX_READS,
         final: bool = False,
@@ -240,8 +240,10 @@ class RingTails:
             if not records:
                 return True
             self.counts.records += len(records)
-            for root in self._tracker.feed(name, records, now_ns):
-                tail.since.setdefault(root, (position, sink_position))
+            appeared = self._tracker.feed(name, records, now_ns)
+            if sink_position is not None:
+                for root in appeared:
+                    tail.since.setdefault(root, (position, sink_position))
         return False
 
     def _count_losses(self, name: str, tail: _Tail) -> None:

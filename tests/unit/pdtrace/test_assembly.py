@@ -448,6 +448,24 @@ def test_stage_ends_where_its_own_process_gave_up() -> None:
     assert root_of(spans).attributes[a.OUTCOME_STAGE.key] == "prefill.compute"
 
 
+def test_answer_of_a_failed_request_is_the_gateways_finish() -> None:
+    moments = [
+        *until(pd_moments(), 5_000),
+        aborted(GATEWAY, 5_000, "cancelled", "client_gone", "client"),
+        aborted(PREFILL, 5_800, "cancelled", "client_gone", "client"),
+        completed(7_000, "cancelled", "client_gone", "client", 499),
+    ]
+    spans = assemble(request_of(moments))
+    finish = named(spans, "gateway.finish")
+    assert finish.attributes[a.BEGIN_NS.key] == START_NS + 5_800 * US
+    assert finish.attributes[a.END_NS.key] == START_NS + 7_000 * US
+    assert a.OUTCOME.key not in finish.attributes
+    assert root_of(spans).attributes[a.OUTCOME_STAGE.key] == "prefill.compute"
+    timeline = timeline_of(spans)
+    assert (timeline.unexplained_ns, timeline.violations) == (0, ())
+    assert timeline.outcome_stage == "prefill.compute"
+
+
 def test_stage_bears_the_cause_when_its_process_was_only_told_to_stop() -> None:
     moments = [
         *until(pd_moments(), 6_100),

@@ -1,0 +1,101 @@
+"""A span in the making: exact times on the request's clock, attributes, and how it becomes a span.
+
+Owns alignment (ADR 001) and which of a mark's attributes go on a span. Knows nothing of stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdtrace import semconv as a
+from pdtrace.clock import ClockAnchor
+from pdtrace.collected import CollectedRequest, Leg
+from pdtrace.evidence import End, Stamp
+from pdtrace.ring.records import Value
+from pdtrace.spans import AttrValue, Event, Link, Span, SpanKind, StatusCode
+from pdtrace.stages import MARKS
+
+CHAIN_GAP_NS = 1_000
+SIDE_GAP_NS = 2_000
+"""How far before its end mark a span ends: chain stages and stages beside the chain (ADR 001)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """A span in the making, on the common clock."""
+
+    name: str
+    span_id: str
+    parent_id: str | None
+    leg: Leg
+    begin_ns: int
+    end_ns: int
+    gap_ns: int
+    kind: SpanKind = SpanKind.INTERNAL
+    attributes: dict[str, AttrValue] = field(default_factory=dict[str, AttrValue])
+    events: list[Event] = field(default_factory=list[Event])
+    links: list[Link] = field(default_factory=list[Link])
+    status: StatusCode = StatusCode.UNSET
+    status_message: str = ""
+
+    def conclude(self, end: End, *, guilty: bool) -> None:
+        """Records an outcome; only the stage that was active when it happened bears the error."""
+        self.attributes[a.OUTCOME.key] = end.outcome
+        if end.reason:
+            self.attributes[a.OUTCOME_REASON.key] = end.reason
+        if end.by:
+            self.attributes[a.OUTCOME_BY.key] = end.by
+        if guilty and end.is_error:
+            self.status = StatusCode.ERROR
+            self.status_message = end.reason or end.outcome
+            self.attributes[a.ERROR_TYPE.key] = end.reason or end.outcome
+
+    def span(self, request: CollectedRequest, anchor: ClockAnchor) -> Span:
+        """The finished span: in wall time, aligned to microseconds."""
+        offset_ns = anchor.wall_ns - anchor.monotonic_ns
+        start_ns = max(self.begin_ns + offset_ns, 0) // 1_000 * 1_000
+        end_ns = max(self.end_ns + offset_ns, 0) // 1_000 * 1_000 - self.gap_ns
+        self.attributes[a.BEGIN_NS.key] = self.begin_ns
+        self.attributes[a.END_NS.key] = self.end_ns
+        return Span(
+            trace_id=request.trace_id,
+            span_id=self.span_id,
+            parent_id=self.parent_id,
+            name=self.name,
+            kind=self.kind,
+            start_ns=start_ns,
+            end_ns=max(end_ns, start_ns),
+            resource=self.leg.process.resource,
+            attributes=self.attributes,
+            events=tuple(self.events),
+            links=tuple(self.links),
+            status=self.status,
+            status_message=self.status_message,
+            trace_state=request.trace_state,
+        )
+
+
+def set_attribute(attributes: dict[str, AttrValue], attr: a.Attr, value: Value) -> None:
+    """Sets an attribute unless nothing was recorded for it."""
+    if value is None:
+        return
+    # The convention's type is string[]; a request has one choice here.
+    attributes[attr.key] = (str(value),) if attr is a.FINISH_REASON else value
+
+
+def put_attributes(draft: Draft, stamp: Stamp, *, overwrite: bool = True) -> None:
+    """Copies a mark's attributes. gen_ai.* and http.* describe the request, so only the root's."""
+    for attr, value in zip(MARKS[stamp.mark].attrs, stamp.values, strict=False):
+        if attr.key.startswith(("gen_ai.", "http.")):
+            continue
+        if overwrite or attr.key not in draft.attributes:
+            set_attribute(draft.attributes, attr, value)
+
+
+def mark_attributes(stamp: Stamp, *, leave_out: a.Attr | None = None) -> dict[str, AttrValue]:
+    """All that a mark carries, by attribute key."""
+    attributes: dict[str, AttrValue] = {}
+    for attr, value in zip(MARKS[stamp.mark].attrs, stamp.values, strict=False):
+        if attr is not leave_out:
+            set_attribute(attributes, attr, value)
+    return attributes
