@@ -74,6 +74,9 @@ class Cluster:
         self._mail = mail
         self._ignored = ignored
         self._router = RouterState()
+        self._heartbeat_s = settings.heartbeat_s
+        self._dead_after_s = settings.dead_after_s
+        self._last_look_s = time.monotonic()
         self._without_worker: set[Mailbox[Event]] = set()
 
     def deliver(self, message: AnyMessage) -> None:
@@ -93,8 +96,18 @@ class Cluster:
             self._ignored(type(message).__name__)
 
     def bury_dead(self) -> None:
-        """Notice who has not beaten in time. To be called every `heartbeat_s`."""
-        for peer in self._registry.newly_dead(time.monotonic()):
+        """Notice who has not beaten in time. To be called every `heartbeat_s`.
+
+        A gateway that was stopped or starved finds everybody silent, and their heartbeats still
+        unread: the time it missed itself is nobody's silence.
+        """
+        now_s = time.monotonic()
+        missed_s = now_s - self._last_look_s - self._heartbeat_s
+        if missed_s > self._dead_after_s / 4:
+            _logger.warning("this gateway stood still for %.1f s", missed_s)
+            self._registry.excuse(missed_s, now_s)
+        self._last_look_s = now_s
+        for peer in self._registry.newly_dead(now_s):
             self._lose(peer, "sent no heartbeat in time")
 
     def reports(self) -> list[MemberReport]:

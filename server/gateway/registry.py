@@ -134,14 +134,10 @@ class Registry:
                 dead.append(member.heartbeat.peer)
         return dead
 
-    def is_current(self, peer: Peer) -> bool:
-        """Whether `peer` is the live incarnation of its name, as far as is known."""
-        member = self._members.get(peer.instance)
-        return (
-            member is not None
-            and member.heartbeat.peer.incarnation == peer.incarnation
-            and not member.announced_dead
-        )
+    def excuse(self, seconds: float, now_s: float) -> None:
+        """This gateway itself stood still for `seconds`: nobody's silence in that time counts."""
+        for member in self._members.values():
+            member.seen_s = min(now_s, member.seen_s + seconds)
 
     def reports(self, now_s: float) -> list[MemberReport]:
         """All members, in order of name."""

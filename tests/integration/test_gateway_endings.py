@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,16 @@ async def test_dead_worker_fails_its_requests_and_no_others(tmp_path: Path, how:
         assert events[-1] == "[DONE]"
         assert [c.handoff_id for c in g.prefill.cancels] in ([], [victim])
         healthy.cancel()
+
+
+async def test_gateway_that_stood_still_does_not_take_its_workers_for_dead(tmp_path: Path) -> None:
+    script = speak("abcdef", gap_s=0.02)
+    async with gateway_under_test(tmp_path, decode_script=script, dead_after_s=0.3) as g:
+        request = asyncio.create_task(g.complete())
+        await g.dispatched()
+        time.sleep(1.0)  # noqa: ASYNC251 -- the event loop is what stands still
+        response = await request
+    assert response.json()["choices"][0]["text"] == "abcdef"
 
 
 async def test_request_deadline_cancels_the_legs_and_answers_504(tmp_path: Path) -> None:

@@ -88,6 +88,16 @@ def test_silent_worker_is_dead_once_and_revives() -> None:
     assert len(members.newly_dead(9.0)) == 3
 
 
+def test_silence_while_the_gateway_stood_still_is_excused() -> None:
+    members = full_registry()
+    members.excuse(100.0, 4.0)
+    assert members.newly_dead(4.0) == []
+    assert pairs(members, 4.0) == 1
+    members.excuse(2.0, 6.0)
+    assert members.newly_dead(9.0) == []
+    assert len(members.newly_dead(9.1)) == 3
+
+
 def test_new_incarnation_replaces_the_old_for_good() -> None:
     members = full_registry()
     replaced = members.observe(beat("decode-0", Role.DECODE, incarnation="2"), 1.0)
