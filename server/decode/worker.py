@@ -58,7 +58,7 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         plan = plan_decode(self._snapshot(now_ns))
         self.record_waits(plan.waits, now_ns)
         self._apply(plan)
-        self._commit(now_ns)
+        self._commit()
         self.flush()  # first tokens do not wait for the step
         self.run_batch(now_ns)
         self.publish()
@@ -299,12 +299,16 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
 
     # -- run ----------------------------------------------------------------------------------
 
-    def _commit(self, now_ns: int) -> None:
+    def _commit(self) -> None:
         """Commit the boundary tokens of the sequences that were admitted."""
         for leg in self.legs:
-            if leg.state is _S.COMMITTING and not self.held(leg, "decode.first", now_ns):
+            if leg.state is not _S.COMMITTING:
+                continue
+            # The clock is read after the admission: a hold lasts from that mark on.
+            now_ns = self._clock()
+            if not self.held(leg, "decode.first", now_ns):
                 assert leg.handoff is not None
-                self.commit_first(leg, leg.handoff.token_id, self._clock())
+                self.commit_first(leg, leg.handoff.token_id, now_ns)
 
     # -- end ----------------------------------------------------------------------------------
 
