@@ -72,15 +72,15 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def engine(tiny: TinyModel, tmp_path: Path) -> Iterator[TorchEngine]:
-    engine = load_engine(tiny, str(tiny.folder), tmp_path)
+    engine = load_engine(tiny, str(tiny.folder), tmp_path / "pool")
     yield engine
     engine.close()
 
 
-def load_engine(tiny: TinyModel, model: str, tmp_path: Path) -> TorchEngine:
+def load_engine(tiny: TinyModel, model: str, pool_path: Path) -> TorchEngine:
     return TorchEngine.load(
         model,
-        pool_path=tmp_path / "pool",
+        pool_path=pool_path,
         owner="p0",
         num_pages=64,
         page_size=8,
@@ -143,13 +143,18 @@ def test_gguf_computes_what_the_folder_does(
 ) -> None:
     path = tmp_path / "model.gguf"
     save_tiny_gguf(tiny.reference, path)
-    from_gguf = load_engine(tiny, str(path), tmp_path)
+    from_gguf = load_engine(tiny, str(path), tmp_path / "pool of gguf")
     chunk = PrefillChunk(
         token_ids=random_tokens(30), start=0, pages=[3, 1, 2, 0, 4], sampling=GREEDY
     )
     (first,) = engine.prefill([chunk])
     assert from_gguf.prefill([chunk]) == [first] == tiny.greedy(random_tokens(30), 1)
-    assert from_gguf.offload(chunk.pages) == engine.offload(chunk.pages)
+    kv, kv_of_gguf = (
+        torch.frombuffer(bytearray(each.offload(chunk.pages)), dtype=torch.float32)
+        for each in (engine, from_gguf)
+    )
+    # Not bit for bit: llama.cpp's rounded RoPE factors differ in the last bit.
+    torch.testing.assert_close(kv_of_gguf, kv, rtol=1e-4, atol=1e-4)
     from_gguf.close()
 
 
