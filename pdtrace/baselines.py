@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
 
+from pdtrace.placement import FIRST_TOKEN_HOP
 from pdtrace.stages import STAGE_BY_NAME, Mode, Outcome, Scale
 from pdtrace.timeline import UNEXPLAINED, Timeline
 
@@ -69,6 +70,8 @@ def leaves(timeline: Timeline) -> tuple[Leaf, ...]:
     for part in timeline.parts:
         if part.name == UNEXPLAINED:
             continue
+        if part.name == FIRST_TOKEN_HOP and not timeline.streamed and part.ns == 0:
+            continue  # the first token left with the last: there is nothing to compare
         tokens = _tokens(timeline, part.name)
         rest = part.ns
         for inner in NESTED_LEAVES.get(part.name, ()):

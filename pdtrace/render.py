@@ -33,6 +33,7 @@ MAX_WIDTH = 120
 MAX_WAITS = 12
 MAX_VIOLATIONS = 12
 _DETAIL_SHARE = 0.05  # nested stages of shorter stages are left out of the table
+_SHARED_SHARE = 0.005  # shorter overlaps are not worth a line
 _MAX_ID = 128
 _NO_DOUBTS = "Nothing is known to be missing: every stage was recorded, with exact times."
 
@@ -87,6 +88,7 @@ def why_view(
     blocks += [Text(), table.build()]
     if verdict.peers:
         blocks.append(Text(_basis(verdict), style="dim"))
+    blocks += [Text(line, style="dim") for line in _shared_time(timeline)]
     blocks += _section("Waits", _wait_lines(timeline))
     violations = [f"{v.kind.value}: {v.message}" for v in timeline.violations]
     blocks += _section("Violations", _limited(violations, MAX_VIOLATIONS), style="red")
@@ -269,6 +271,19 @@ def _basis(verdict: Verdict) -> str:
         f"usual: median of {verdict.peers} other completed request{s}, scaled to its tokens; "
         f"confidence {verdict.confidence.value}"
     )
+
+
+def _shared_time(timeline: Timeline) -> Iterable[str]:
+    """Stages that ran while another one owned the time, where it is enough to be missed."""
+    owners = dict.fromkeys(overlap.first for overlap in timeline.overlaps)
+    for owner in owners:
+        shared = [
+            f"{overlap.second} {seconds_text(overlap.ns)}"
+            for overlap in timeline.overlaps
+            if overlap.first == owner and overlap.ns >= _SHARED_SHARE * timeline.total_ns
+        ]
+        if shared:
+            yield f"counted for {owner}, which ran at the same time: {', '.join(shared)}"
 
 
 def _percent(share: float) -> str:

@@ -201,6 +201,11 @@ class Timeline:
         return (self.trace_id, self.root_id)
 
     @property
+    def streamed(self) -> bool:
+        """Whether tokens were sent one by one; otherwise the first left with the last."""
+        return self.attributes.get(a.STREAM.key) is not False
+
+    @property
     def unexplained_ns(self) -> int:
         return self.part_ns(UNEXPLAINED) or 0
 

@@ -427,7 +427,7 @@ def _ending(timeline: Timeline) -> str:
             phrase = f"was {outcome.value}"
         case Outcome.COMPLETED | None:
             phrase = "ended"
-    if timeline.outcome_by:
+    if timeline.outcome_by and timeline.outcome is not Outcome.REJECTED:
         joint = "with" if timeline.outcome is Outcome.LOST else "by"
         phrase += f" {joint} {timeline.outcome_by}"
     if timeline.outcome_reason:

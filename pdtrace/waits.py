@@ -94,7 +94,7 @@ _CLAUSES: Mapping[WaitReason, Callable[[Wait], str]] = MappingProxyType(
         WaitReason.HEAD_OF_LINE: _head_of_line,
         WaitReason.PREEMPTED: _preempted,
         WaitReason.COPY_QUEUE: _copy_queue,
-        WaitReason.INJECTED: lambda _: "a fault hook delayed it (--allow-faults)",
+        WaitReason.INJECTED: lambda _: "delayed by a fault hook",
         WaitReason.UNKNOWN: lambda _: "the reason was not recorded",
     }
 )

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pdtrace.duration import seconds_text
 from pdtrace.intervals import paint
 from pdtrace.palette import LETTERS, fill_of
+from pdtrace.placement import FIRST_TOKEN_HOP
 from pdtrace.stages import CHAINS, STAGE_BY_NAME
 from pdtrace.timeline import UNEXPLAINED, Timeline
 
@@ -95,6 +96,8 @@ def draw(timeline: Timeline, *, width: int, ascii_only: bool, point_at: str | No
         return Waterfall(cells, ("", ""), (), None)
     spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for visit in timeline.visits:
+        if visit.name == FIRST_TOKEN_HOP and not timeline.streamed:
+            continue  # it spans the generation and says nothing
         spans[visit.name].append((visit.begin_ns, visit.end_ns))
     lanes: list[Lane] = []
     pointer: tuple[str, str] | None = None

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from pdtrace import semconv as a
 from pdtrace.baselines import Baselines, Leaf, RollingBaselines, Usual, leaves
+from pdtrace.spans import Span
 from pdtrace.stages import Outcome
 from pdtrace.timeline import Timeline, build_timeline
 from tests.support.pd_traces import HEALTHY_S, Story, noisy
@@ -143,3 +145,17 @@ def test_rolling_baselines_agree_with_fixed_ones_over_the_same_requests() -> Non
 def test_rolling_baselines_refuse_a_window_that_says_nothing() -> None:
     with pytest.raises(ValueError, match="at least 8"):
         RollingBaselines(window=3)
+
+
+def test_way_of_the_first_token_is_compared_among_streams_only() -> None:
+    def edit(span: Span) -> Span:
+        if span.name != "hop.token":
+            return span
+        late = int(str(span.attributes[a.END_NS.key])) + 699 * MS
+        return replace(span, attributes={**span.attributes, a.END_NS.key: late})
+
+    whole = Story(request_id="whole", stream=False).trace()
+    timeline = build_timeline(replace(whole, spans=tuple(map(edit, whole.spans))))
+    assert timeline.part_ns("hop.token") == 0
+    assert "hop.token" not in {leaf.name for leaf in leaves(timeline)}
+    assert sum(leaf.ns for leaf in leaves(timeline)) == timeline.total_ns

@@ -174,6 +174,12 @@ def test_doubts_stand_beside_the_verdict() -> None:
     assert "Nothing is known to be missing" not in text
 
 
+def test_time_that_another_stage_owns_is_told() -> None:
+    text = shown(why_view(*judged(Story().stalled("hop.token", 0.2)), width=100))
+    expected = "counted for hop.token, which ran at the same time: decode.generate 201 ms"
+    assert expected in text
+
+
 def test_request_that_ended_early_shows_where() -> None:
     story = replace(stalled(), outcome=Outcome.TIMED_OUT, reason="deadline", ends_in="transfer")
     text = shown(why_view(*judged(story), width=100))
