@@ -223,6 +223,7 @@ class Cluster:
         decode_layout: KvLayout | None = None,
         step_ms: float = 0.0,
         record: bool = True,
+        clock: FakeClock | None = None,
     ) -> None:
         self.settings = settings or Settings(
             model="fake",
@@ -234,7 +235,7 @@ class Cluster:
             max_running=4,
             allow_faults=True,
         )
-        self.clock = FakeClock()
+        self.clock = clock or FakeClock()
         self.rings = MemoryRings(clock=self.clock)
         self.model = model
         self.channels = Channels()

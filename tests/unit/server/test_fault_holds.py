@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pdtrace.stages import Mark, Role, WaitReason
+from pdtrace.stages import STAGE_BY_NAME, Mark, Role, WaitReason
+from pdtrace.testing import FakeClock
 from server.config import Settings
 from server.wire.messages import CopyJob
 from tests.support.scheduler_bus import PAGE, Cluster
@@ -68,7 +69,7 @@ def play(
     start_ns = cluster.clock.monotonic_ns()
     first = cluster.submit(PROMPT, max_tokens=NUM_TOKENS, faults=faults)
     second = cluster.submit(OTHER, max_tokens=NUM_TOKENS) if other else None
-    cluster.run_for(DELAY_MS + 60)
+    cluster.run_for(DELAY_MS + 100)
     assert cluster.results[first].tokens == cluster.expected(PROMPT, NUM_TOKENS)
     assert cluster.results[first].finish_reasons == ["length"]
     if second is not None:
@@ -110,6 +111,25 @@ def test_fault_moves_its_stage_s_end_and_what_follows_by_its_delay(
     assert reasons == [WaitReason.KV_PAGES if fills_the_pool else WaitReason.INJECTED]
     if fills_the_pool:
         assert ("decode.reserve", WaitReason.KV_PAGES, 5, 0, 64, 0, None) in waits
+
+
+class TickingClock(FakeClock):
+    """A clock on which every reading costs time, so that no two instants of a turn are the same."""
+
+    def monotonic_ns(self) -> int:
+        self.advance(ns=50_000)
+        return super().monotonic_ns()
+
+
+@pytest.mark.parametrize(("colocated", "stage", "mark"), CASES)
+def test_hold_lasts_its_whole_delay_from_the_mark_that_begins_its_stage(
+    make_cluster: MakeCluster, colocated: bool, stage: str, mark: Mark
+) -> None:
+    cluster = make_cluster(settings=settings(), colocated=colocated, clock=TickingClock())
+    delayed, _, _ = play(cluster, {stage: DELAY_MS}, other=False)
+    begins = [delayed[begin] for begin in STAGE_BY_NAME[stage].begin if begin in delayed]
+    begin_ns = begins[0] if begins else 0  # the hop's begin is another process's mark
+    assert delayed[mark] - begin_ns >= DELAY_MS * MS
 
 
 @pytest.mark.parametrize("colocated", [False, True])
