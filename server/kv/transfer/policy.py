@@ -53,33 +53,33 @@ def plan_copies(waiting: Sequence[JobView], running: Sequence[JobView], now_ns: 
     """`waiting` in order of arrival; `running` those that copy at this instant."""
     start: list[JobView] = []
     waits: list[JobWait] = []
-    seen = {job.handoff_id for job in running}  # handoffs with an earlier unfinished job
+    busy = {job.route for job in running}
+    with_earlier = {job.handoff_id for job in running}
+    held: set[str] = set()
     ahead: dict[str | None, list[JobView]] = {}
     for job in running:
         ahead.setdefault(job.route, []).append(job)
     holds = [job.held_until_ns for job in waiting if job.held_until_ns > now_ns]
     for job in waiting:
-        route = ahead.setdefault(job.route, [])
-        if job.handoff_id in seen:
-            # Its own earlier job is ahead of it: that one says what the handoff waits for.
-            route.append(job)
+        if job.handoff_id in held:
             continue
-        seen.add(job.handoff_id)
+        on_route = ahead.setdefault(job.route, [])
+        if job.handoff_id in with_earlier:
+            # Its own earlier job says what the handoff waits for.
+            on_route.append(job)
+            continue
         if job.held_until_ns > now_ns:
+            held.add(job.handoff_id)
             waits.append(JobWait(job.handoff_id, held=True))
             continue
-        if not route:
+        with_earlier.add(job.handoff_id)
+        if job.route not in busy:
+            busy.add(job.route)
             start.append(job)
         else:
-            others = [other for other in route if other.request_id != job.request_id]
+            others = [other for other in on_route if other.request_id != job.request_id]
             if others:
-                waits.append(
-                    JobWait(
-                        job.handoff_id,
-                        held=False,
-                        position=len(others),
-                        blocker=others[0].request_id,
-                    )
-                )
-        route.append(job)
+                blocker = others[0].request_id
+                waits.append(JobWait(job.handoff_id, False, len(others), blocker))
+        on_route.append(job)
     return CopyPlan(tuple(start), tuple(waits), min(holds, default=None))

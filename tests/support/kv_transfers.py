@@ -1,0 +1,223 @@
+"""Every transfer implementation behind one harness, for the shared contract tests."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from server.kv.layout import KvLayout
+from server.kv.pool import KvPool, PoolDescriptor
+from server.kv.transfer.base import KvTransfer, PageCopy, TransferEvent
+from server.kv.transfer.memory import MemoryTransfer
+from server.kv.transfer.shm import ShmTransfer
+from server.kv.transfer.tcp import TcpTransfer
+from server.wire.messages import PoolRef
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
+NUM_PAGES = 16
+LIMIT_S = 10.0
+
+
+class Harness(Protocol):
+    """A pool of `source` and one of `destination`, each known to its host's transfer.
+
+    source, destination   the transfers of the two hosts; one object where there is one host
+    address               what copies name as the destination host
+    """
+
+    source: KvTransfer
+    destination: KvTransfer
+    address: str | None
+
+    def add_pool(
+        self, owner: str, incarnation: str = "1", *, layout: KvLayout = LAYOUT, host: str = ""
+    ) -> PoolRef:
+        """Make, fill with random bytes and register a pool; `host` is source or destination
+        (by default the one of that name)."""
+        ...
+
+    def register_again(self, ref: PoolRef) -> None:
+        """What every heartbeat does."""
+        ...
+
+    def memory(self, ref: PoolRef) -> memoryview | bytearray: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Ends:
+    """What a test needs beside the harness: polling both ends until something happens."""
+
+    harness: Harness
+    events: list[TransferEvent] = field(default_factory=list[TransferEvent])
+
+    def copy(
+        self,
+        source: PoolRef,
+        source_pages: Sequence[int],
+        destination: PoolRef,
+        destination_pages: Sequence[int],
+        *,
+        handoff_id: str = "h-1",
+        index: int = 0,
+    ) -> None:
+        self.harness.source.submit(
+            PageCopy(
+                handoff_id=handoff_id,
+                index=index,
+                source=source,
+                source_pages=source_pages,
+                destination=destination,
+                destination_pages=destination_pages,
+                address=self.harness.address,
+            )
+        )
+
+    def poll_once(self, timeout_s: float = 0.002) -> list[TransferEvent]:
+        """Events of the source end; the destination end is given a turn."""
+        events = self.harness.source.poll(timeout_s)
+        if self.harness.destination is not self.harness.source:
+            assert self.harness.destination.poll(0.0) == []
+        return events
+
+    def until(self, count: int) -> list[TransferEvent]:
+        """The next `count` events of the source end."""
+        deadline = time.monotonic() + LIMIT_S
+        while len(self.events) < count:
+            assert time.monotonic() < deadline, f"only {self.events} came"
+            self.events += self.poll_once()
+        events, self.events = self.events[:count], self.events[count:]
+        return events
+
+    def next_event(self) -> TransferEvent:
+        return self.until(1)[0]
+
+    def quiet(self, turns: int = 20) -> None:
+        """Nothing happens for a while."""
+        for _ in range(turns):
+            assert self.poll_once() == []
+
+
+class _PoolsOnDisk:
+    """Pools as workers make them."""
+
+    def __init__(self, directory: Path, num_pages: int = NUM_PAGES) -> None:
+        self._directory = directory
+        self._num_pages = num_pages
+        self._pools: dict[PoolRef, KvPool] = {}
+
+    def make(self, ref: PoolRef, layout: KvLayout) -> PoolDescriptor:
+        pool = KvPool.create(
+            self._directory / ref.owner, owner=ref.owner, layout=layout, num_pages=self._num_pages
+        )
+        pool.memory[:] = os.urandom(pool.descriptor.num_bytes)
+        self._pools[ref] = pool
+        return pool.descriptor
+
+    def descriptor(self, ref: PoolRef) -> PoolDescriptor:
+        return self._pools[ref].descriptor
+
+    def memory(self, ref: PoolRef) -> memoryview:
+        return self._pools[ref].memory
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+            pool.unlink()
+
+
+class ShmHarness:
+    def __init__(self, directory: Path, *, num_pages: int = NUM_PAGES) -> None:
+        self.source: KvTransfer = ShmTransfer()
+        self.destination: KvTransfer = self.source
+        self.address: str | None = None
+        self._pools = _PoolsOnDisk(directory, num_pages)
+
+    def add_pool(
+        self, owner: str, incarnation: str = "1", *, layout: KvLayout = LAYOUT, host: str = ""
+    ) -> PoolRef:
+        ref = PoolRef(owner=owner, incarnation=incarnation)
+        self.source.register(ref, self._pools.make(ref, layout))
+        return ref
+
+    def register_again(self, ref: PoolRef) -> None:
+        self.source.register(ref, self._pools.descriptor(ref))
+
+    def memory(self, ref: PoolRef) -> memoryview:
+        return self._pools.memory(ref)
+
+    def close(self) -> None:
+        self.source.close()
+        self._pools.close()
+
+
+class TcpHarness:
+    def __init__(
+        self, directory: Path, *, copy_timeout_s: float = 30.0, num_pages: int = NUM_PAGES
+    ) -> None:
+        self.receiver = TcpTransfer("127.0.0.1:0", copy_timeout_s=copy_timeout_s)
+        self.sender = TcpTransfer("127.0.0.1:0", copy_timeout_s=copy_timeout_s)
+        self.source: KvTransfer = self.sender
+        self.destination: KvTransfer = self.receiver
+        self.address: str | None = self.receiver.address
+        self._pools = _PoolsOnDisk(directory, num_pages)
+
+    def add_pool(
+        self, owner: str, incarnation: str = "1", *, layout: KvLayout = LAYOUT, host: str = ""
+    ) -> PoolRef:
+        ref = PoolRef(owner=owner, incarnation=incarnation)
+        transfer = self.destination if (host or owner) == "destination" else self.source
+        transfer.register(ref, self._pools.make(ref, layout))
+        return ref
+
+    def register_again(self, ref: PoolRef) -> None:
+        transfer = self.destination if ref.owner == "destination" else self.source
+        transfer.register(ref, self._pools.descriptor(ref))
+
+    def memory(self, ref: PoolRef) -> memoryview:
+        return self._pools.memory(ref)
+
+    def close(self) -> None:
+        self.source.close()
+        self.destination.close()
+        self._pools.close()
+
+
+class MemoryHarness:
+    def __init__(self, _directory: Path) -> None:
+        self._transfer = MemoryTransfer()
+        self.source: KvTransfer = self._transfer
+        self.destination: KvTransfer = self._transfer
+        self.address: str | None = None
+
+    def add_pool(
+        self, owner: str, incarnation: str = "1", *, layout: KvLayout = LAYOUT, host: str = ""
+    ) -> PoolRef:
+        ref = PoolRef(owner=owner, incarnation=incarnation)
+        descriptor = PoolDescriptor(owner=owner, path="", num_pages=NUM_PAGES, layout=layout)
+        self.source.register(ref, descriptor)
+        self.memory(ref)[:] = os.urandom(descriptor.num_bytes)
+        return ref
+
+    def register_again(self, ref: PoolRef) -> None:
+        self.source.register(
+            ref, PoolDescriptor(owner=ref.owner, path="", num_pages=NUM_PAGES, layout=LAYOUT)
+        )
+
+    def memory(self, ref: PoolRef) -> bytearray:
+        return self._transfer.memory(ref)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+HARNESSES: dict[str, Callable[[Path], Harness]] = {
+    "shm": ShmHarness,
+    "tcp": TcpHarness,
+    "memory": MemoryHarness,
+}
