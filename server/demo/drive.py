@@ -67,25 +67,30 @@ async def play(
     model: str,
     requests: Sequence[DemoRequest],
     *,
-    pace_s: float,
+    at_once: int,
+    apart_s: float,
     on_done: Callable[[ClientView], None],
 ) -> list[ClientView]:
-    """Send `requests` at their arrival times (open loop) and wait for all answers.
-
-    pace_s   seconds per unit of `DemoRequest.at`
-    """
+    """Send `requests` in order, at least `apart_s` seconds apart and at most `at_once` in flight;
+    wait for all answers."""
     # A retry by the client would be a request of its own in the recording.
     async with AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S
     ) as client:
-        begin = time.monotonic()
+        places = asyncio.Semaphore(at_once)
 
         async def one(request: DemoRequest) -> ClientView:
-            await asyncio.sleep(max(0.0, begin + request.at * pace_s - time.monotonic()))
-            view = await send(client, model, request)
+            try:
+                view = await send(client, model, request)
+            finally:
+                places.release()
             on_done(view)
             return view
 
+        tasks: list[asyncio.Task[ClientView]] = []
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(request)) for request in requests]
+            for request in requests:
+                await places.acquire()
+                tasks.append(group.create_task(one(request)))
+                await asyncio.sleep(apart_s)
         return [task.result() for task in tasks]

@@ -31,8 +31,7 @@ from server.rundir import point_latest, timestamped
 
 RUNS = Path("run")
 _STOP_S = 60.0
-_PACE = 0.4  # of an unhindered request: two to three are in flight at a time
-_MIN_PACE_S, _MAX_PACE_S = 0.5, 2.0
+_APART_S = 0.3
 
 
 class DemoError(ServerError):
@@ -65,8 +64,8 @@ def run_demo(*, as_json: bool = False, options: Sequence[str] = ()) -> int:
 def _play_all(
     run_dir: Path, console: Console, options: Sequence[str]
 ) -> tuple[list[DemoRequest], list[ClientView]]:
-    first, traffic, full_pool = scenario.warm_up(), scenario.traffic(), scenario.full_pool()
-    requests = [*first, *traffic, *full_pool]
+    requests = list(scenario.warm_up())
+    total = sum(map(len, (requests, scenario.traffic(0), scenario.full_pool(0))))
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -74,7 +73,7 @@ def _play_all(
         TimeElapsedColumn(),
     )
     with tempfile.TemporaryFile("w+") as errors, Progress(*columns, console=console) as progress:
-        bar = progress.add_task("starting the server", total=len(requests))
+        bar = progress.add_task("starting the server", total=total)
         server, state = _start(run_dir, errors, options)
         try:
             url, model = str(state["url"]), str(state["model"])
@@ -82,20 +81,25 @@ def _play_all(
                 f"{model} at {url}: {', '.join(p['instance'] for p in state['processes'])}"
             )
 
-            def scene(
-                name: str, requests: Sequence[DemoRequest], pace_s: float
-            ) -> list[ClientView]:
+            def scene(name: str, sent: Sequence[DemoRequest], at_once: int) -> list[ClientView]:
                 progress.update(bar, description=name)
                 return asyncio.run(
                     play(
-                        url, model, requests, pace_s=pace_s, on_done=lambda _: progress.advance(bar)
+                        url,
+                        model,
+                        sent,
+                        at_once=at_once,
+                        apart_s=_APART_S,
+                        on_done=lambda _: progress.advance(bar),
                     )
                 )
 
-            views = [view for request in first for view in scene("warming up", [request], 0)]
-            pace_s = min(max(views[-1].total_s * _PACE, _MIN_PACE_S), _MAX_PACE_S)
-            views += scene("traffic, some of it held up on purpose", traffic, pace_s)
-            views += scene("a full KV pool", full_pool, pace_s)
+            views = scene("warming up", requests, 1)
+            stall_ms = scenario.stall_ms(max(view.total_s for view in views[1:]))
+            traffic, full_pool = scenario.traffic(stall_ms), scenario.full_pool(stall_ms)
+            views += scene(f"traffic, stalls of {stall_ms / 1000:.1f} s", traffic, scenario.AT_ONCE)
+            views += scene("a full KV pool", full_pool, len(full_pool))
+            requests += [*traffic, *full_pool]
             progress.update(bar, description="stopping the server")
             server.send_signal(signal.SIGTERM)
             if server.wait(timeout=_STOP_S) != 0:

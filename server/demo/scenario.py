@@ -1,11 +1,11 @@
 """What the demo sends: ordinary chat requests, and some that a named stage is to hold up. Pure.
 
-Owns prompts, arrival times and faults; knows nothing of HTTP or of how a recording is judged.
+Owns prompts, order and faults; knows nothing of HTTP or of how a recording is judged.
 
-Two scenes follow a warm-up. In *traffic*, requests arrive at a steady pace, slow enough
-that they rarely wait for each other; every third one carries a fault header for one stage. In *full
-pool*, two long requests take most of the decode worker's KV pages and are held while they have
-them, so that a third finds no room: nothing delays it but the pool.
+A *warm-up* tells how fast this machine is. In *traffic*, a few requests are in flight at a time,
+few enough that they rarely wait for each other; every third one carries a fault header for one
+stage. In *full pool*, two long requests take most of the decode worker's KV pages and are held while
+they have them, so that a third finds no room: nothing delays it but the pool.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ HEADER_STAGES = (
 
 ROUNDS = 2
 HEALTHY_PER_VICTIM = 2
-STALL_MS = 2000
-BALLAST_MS = 5000
+MIN_STALL_S = 2.0
+BALLAST = 2.5  # times as long as the other stalls
+AT_ONCE = 3
 DECODE_PAGES = 112
 SERVER_OPTIONS = ("--allow-faults", "--decode-pages", str(DECODE_PAGES))
-"""The pool is small so that two long requests fill it; ordinary traffic uses half of it."""
+"""The pool is small so that two long requests fill it; ordinary traffic uses a fraction of it."""
 
-_BALLAST_WORDS = 600  # about as many tokens: 40 of the 112 pages each
-_BLOCKED_WORDS = 760  # 50 pages, with 32 left
+# A word is about a token. Two requests of this length take 82 of the 112 pages, a third needs 40.
+_LONG_WORDS = 600
 _SEED = 20
 
 # Common words, so that a word is about a token.
@@ -57,14 +58,12 @@ _QUESTIONS = (
 class DemoRequest:
     """One chat request.
 
-    at          arrival, in paces from the scene's begin
     faults      stage → milliseconds, sent as a header; empty for most
     expected    stage that must be blamed; None: no stage may be
     stall_ms    how long that stage is held at least
     """
 
     request_id: str
-    at: float
     prompt: str
     max_tokens: int
     faults: dict[str, int] = field(default_factory=dict[str, int])
@@ -76,62 +75,72 @@ class DemoRequest:
         return ", ".join(f"{stage}={delay}" for stage, delay in self.faults.items())
 
 
+def stall_ms(usual_s: float) -> int:
+    """How long to hold a stage where an unhindered request takes `usual_s` seconds.
+
+    A stall has to stand out: on a slow or busy machine it has to be longer.
+    """
+    return round(max(MIN_STALL_S, 1.2 * usual_s) * 1000)
+
+
 def warm_up() -> list[DemoRequest]:
-    """Two ordinary requests, one after the other; they tell how fast this machine is."""
-    rng = random.Random(_SEED + 2)  # noqa: S311
+    """Ordinary requests, one after the other. The first leaves the long prefix in the cache."""
+    rng = random.Random(_SEED + 2)  # noqa: S311  prompts, not secrets
+    prompts = [_long_prompt("hello"), prompt(rng, 40), prompt(rng, 40)]
     return [
-        DemoRequest(request_id=f"demo-first-{number}", at=0, prompt=prompt(rng, 60), max_tokens=24)
-        for number in (1, 2)
+        DemoRequest(request_id=f"demo-first-{number}", prompt=text, max_tokens=20)
+        for number, text in enumerate(prompts, start=1)
     ]
 
 
-def traffic() -> list[DemoRequest]:
-    """The first scene: 14 requests with a fault each among 28 without, of mixed lengths."""
-    rng = random.Random(_SEED)  # noqa: S311  prompts, not secrets
+def traffic(stall_ms: int) -> list[DemoRequest]:
+    """14 requests with a fault each among 28 without, of mixed lengths."""
+    rng = random.Random(_SEED)  # noqa: S311
     victims = list(HEADER_STAGES) * ROUNDS
     rng.shuffle(victims)
     requests: list[DemoRequest] = []
     for victim in victims:
         for expected in (*[None] * HEALTHY_PER_VICTIM, victim):
-            number = len(requests) + 1
             requests.append(
                 DemoRequest(
-                    request_id=f"demo-{number:02d}",
-                    at=number - 1,
-                    prompt=prompt(rng, rng.choice((10, 20, 40, 80, 120))),
-                    max_tokens=rng.randrange(16, 33, 4),
-                    faults={} if expected is None else {expected: STALL_MS},
+                    request_id=f"demo-{len(requests) + 1:02d}",
+                    prompt=prompt(rng, rng.choice((5, 10, 20, 40, 80))),
+                    max_tokens=rng.randrange(12, 25, 4),
+                    faults={} if expected is None else {expected: stall_ms},
                     expected=expected,
-                    stall_ms=0 if expected is None else STALL_MS,
+                    stall_ms=0 if expected is None else stall_ms,
                 )
             )
     return requests
 
 
-def full_pool() -> list[DemoRequest]:
-    """The second scene: two that hold the pool, and the one that waits for its pages."""
-    rng = random.Random(_SEED + 1)  # noqa: S311
+def full_pool(stall_ms: int) -> list[DemoRequest]:
+    """Two that hold the pool, and the one that waits for its pages; sent a moment apart."""
+    ballast_ms = round(stall_ms * BALLAST)
     ballast = [
         DemoRequest(
             request_id=f"demo-ballast-{number}",
-            at=0,
-            prompt=prompt(rng, _BALLAST_WORDS),
-            max_tokens=16,
-            faults={"decode.queue": BALLAST_MS},
+            prompt=_long_prompt(f"ballast {number}"),
+            max_tokens=12,
+            faults={"decode.queue": ballast_ms},
             expected="decode.queue",
-            stall_ms=BALLAST_MS,
+            stall_ms=ballast_ms,
         )
         for number in (1, 2)
     ]
     blocked = DemoRequest(
         request_id="demo-full-pool",
-        at=1,
-        prompt=prompt(rng, _BLOCKED_WORDS),
-        max_tokens=16,
+        prompt=_long_prompt("last"),
+        max_tokens=12,
         expected="decode.reserve",
-        stall_ms=STALL_MS,
+        stall_ms=stall_ms,
     )
     return [*ballast, blocked]
+
+
+def _long_prompt(ending: str) -> str:
+    """The same long text with an ending of its own: pages are full, hardly anything is computed."""
+    return f"{prompt(random.Random(_SEED + 1), _LONG_WORDS)} {ending}"  # noqa: S311
 
 
 def prompt(rng: random.Random, num_words: int) -> str:

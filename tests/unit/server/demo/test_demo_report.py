@@ -10,7 +10,7 @@ from pdtrace.stages import Outcome
 from pdtrace.timeline import Timeline, build_timeline
 from server.demo.drive import ClientView
 from server.demo.report import Judged, Report, compare
-from server.demo.scenario import DemoRequest, full_pool, traffic, warm_up
+from server.demo.scenario import DemoRequest, full_pool, stall_ms, traffic, warm_up
 from server.faults import parse_faults
 from tests.support.pd_traces import Story, noisy
 
@@ -24,7 +24,6 @@ def planned(stories: Iterable[Story], expected: dict[str, str]) -> list[DemoRequ
     return [
         DemoRequest(
             request_id=story.request_id,
-            at=0,
             prompt="",
             max_tokens=1,
             expected=expected.get(story.request_id),
@@ -102,7 +101,7 @@ def test_request_that_failed_fails() -> None:
 
 
 def test_scenario_is_as_large_and_as_mixed_as_promised() -> None:
-    requests = [*warm_up(), *traffic(), *full_pool()]
+    requests = [*warm_up(), *traffic(2000), *full_pool(2000)]
     assert len(requests) >= 40
     assert len({request.request_id for request in requests}) == len(requests)
     stages = {request.expected for request in requests if request.expected}
@@ -119,11 +118,16 @@ def test_scenario_is_as_large_and_as_mixed_as_promised() -> None:
 
 
 def test_fault_headers_are_understood_and_each_victim_has_one_fault_of_its_stage() -> None:
-    for request in [*traffic(), *full_pool()]:
+    for request in [*traffic(2000), *full_pool(2000)]:
         assert parse_faults(request.fault_header) == request.faults
         if request.faults:
             assert list(request.faults) == [request.expected]
 
 
 def test_scenario_is_the_same_every_time() -> None:
-    assert traffic() == traffic()
+    assert traffic(2000) == traffic(2000)
+
+
+def test_stalls_stand_out_on_a_slow_machine_too() -> None:
+    assert stall_ms(0.5) == 2000
+    assert stall_ms(10.0) == 12_000
