@@ -179,6 +179,9 @@ class TcpHarness:
         transfer = self.destination if ref.owner == "destination" else self.source
         transfer.register(ref, self._pools.descriptor(ref))
 
+    def descriptor(self, ref: PoolRef) -> PoolDescriptor:
+        return self._pools.descriptor(ref)
+
     def memory(self, ref: PoolRef) -> memoryview:
         return self._pools.memory(ref)
 

@@ -181,17 +181,23 @@ class TcpTransfer:
 
     def _advance_sender(self, sender: Sender) -> None:
         try:
-            self._events += sender.advance()
+            sender.advance()
         except TransferError as error:
             self._drop_sender(sender, error)
         else:
             self._select_for(sender)
+            self._take_events(sender)
 
     def _drop_sender(self, sender: Sender, error: TransferError) -> None:
         if sender.num_waiting:
             _logger.warning("copy to %s failed: %s", sender.address, error)
         self._unregister(sender.connection)
-        self._events += sender.drop(error)
+        sender.drop(error)
+        self._take_events(sender)
+
+    def _take_events(self, sender: Sender) -> None:
+        self._events += sender.events
+        sender.events.clear()
 
     # -- receiving ----------------------------------------------------------------------------
 

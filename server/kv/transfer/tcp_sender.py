@@ -95,12 +95,14 @@ class Sender:
 
     connection   None until the first copy, and after a failure until the next one
     connections  how many were opened
+    events       ends of copies that nobody has taken yet
     """
 
     def __init__(self, address: str, *, monotonic_ns: Callable[[], int]) -> None:
         self.address = address
         self.connection: socket.socket | None = None
         self.connections = 0
+        self.events: list[TransferEvent] = []
         self._connecting = False
         self._queue: deque[Outgoing] = deque()
         self._reply = bytearray()
@@ -159,8 +161,8 @@ class Sender:
         self._reply.clear()
         self._preface = memoryview(PREFACE)
 
-    def advance(self) -> list[TransferEvent]:
-        """Send and receive as far as the socket allows. Raises TransferError when the connection
+    def advance(self) -> None:
+        """Receive and send as far as the socket allows. Raises TransferError when the connection
         is of no use any more; follow with `drop`."""
         connection = self.connection
         assert connection is not None
@@ -171,12 +173,13 @@ class Sender:
             try:
                 connection.getpeername()
             except OSError:
-                return []  # still connecting
+                return  # still connecting
             self._connecting = False
         try:
+            # Read first: an idle connection that the peer has closed is found before it is used.
+            self._receive(connection)
             if self._queue and not self._is_sent(self._queue[0]):
                 self._send(connection, self._queue[0])
-            return self._receive(connection)
         except OSError as error:
             raise TransferError(
                 Reason.PEER_LOST, f"connection to {self.address} broke: {error.strerror}"
@@ -209,7 +212,7 @@ class Sender:
             min(first.deadline_ns, first.connect_by_ns) if self._connecting else (first.deadline_ns)
         )
 
-    def drop(self, error: TransferError) -> list[TransferEvent]:
+    def drop(self, error: TransferError) -> None:
         """Close the connection and fail the copy it was busy with; the others will use another.
 
         A peer may close an idle connection just when a copy is about to use it: a copy of which
@@ -217,9 +220,10 @@ class Sender:
         """
         self.disconnect()
         if not self._queue or (error.reason is Reason.PEER_LOST and not self._queue[0].started):
-            return []
+            return
         item = self._queue.popleft()
-        return [] if item.cancelled else [_failed(item, error, settled=not item.started)]
+        if not item.cancelled:
+            self.events.append(_failed(item, error, settled=not item.started))
 
     def disconnect(self) -> None:
         """Close the connection, if there is one. Copies stay."""
@@ -264,45 +268,40 @@ class Sender:
         except BlockingIOError:
             pass  # the selector says when there is room again
 
-    def _receive(self, connection: socket.socket) -> list[TransferEvent]:
-        events: list[TransferEvent] = []
-        while True:
-            try:
-                data = connection.recv(65536)
-            except BlockingIOError:
-                return events
-            if not data:
-                if not self._queue:
-                    raise TransferError(Reason.PEER_LOST, f"{self.address} closed the connection")
-                raise TransferError(
-                    Reason.PEER_LOST, f"{self.address} closed the connection during a copy"
-                )
-            self._reply += data
-            while len(self._reply) >= LENGTH_BYTES:
-                end = LENGTH_BYTES + decode_length(self._reply[:LENGTH_BYTES])
-                if len(self._reply) < end:
-                    break
-                reply = decode_reply(self._reply[LENGTH_BYTES:end])
-                del self._reply[:end]
-                events += self._finish(reply)
+    def _receive(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(65536)
+        except BlockingIOError:
+            return
+        if not data:
+            raise TransferError(Reason.PEER_LOST, f"{self.address} closed the connection")
+        self._reply += data
+        while len(self._reply) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + decode_length(self._reply[:LENGTH_BYTES])
+            if len(self._reply) < end:
+                return
+            reply = decode_reply(self._reply[LENGTH_BYTES:end])
+            del self._reply[:end]
+            self._finish(reply)
 
-    def _finish(self, reply: CopyReply) -> list[TransferEvent]:
+    def _finish(self, reply: CopyReply) -> None:
         if not self._queue or not self._is_sent(self._queue[0]):
             raise FrameError("a reply came for no copy")
         item = self._queue.popleft()
         if item.cancelled:
-            return []
+            return
         error = item.poison or _verdict(item, reply)
         if error is not None:
-            return [_failed(item, error, settled=True)]
-        return [
+            self.events.append(_failed(item, error, settled=True))
+            return
+        self.events.append(
             Copied(
                 handoff_id=item.copy.handoff_id,
                 index=item.copy.index,
                 num_bytes=item.num_bytes,
                 finished_ns=self._monotonic_ns(),
             )
-        ]
+        )
 
 
 def _verdict(item: Outgoing, reply: CopyReply) -> TransferError | None:
