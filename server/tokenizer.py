@@ -138,19 +138,22 @@ class ModelTokenizer:
         self, messages: Sequence[Mapping[str, object]]
     ) -> tuple[list[Mapping[str, object]], dict[str, str]]:
         """Messages with each control token's text replaced by a mark; and mark → text."""
-        contents = [str(message["content"]) for message in messages]
-        present = [s for s in self._special_texts if any(s in content for content in contents)]
+        texts = [v for message in messages for v in message.values() if isinstance(v, str)]
+        present = [s for s in self._special_texts if any(s in text for text in texts)]
         if not present:
             return list(messages), {}
         # Marks must not occur in any message; they are random, so nobody can write them.
         nonce = secrets.token_hex(8)
         literals = {f"\ue000{nonce}.{index}\ue001": text for index, text in enumerate(present)}
         shielded: list[Mapping[str, object]] = []
-        for message, original in zip(messages, contents, strict=True):
-            content = original
-            for mark, text in literals.items():
-                content = content.replace(text, mark)
-            shielded.append({**message, "content": content})
+        for message in messages:
+            fields = dict(message)
+            for key, value in message.items():
+                if isinstance(value, str):
+                    for mark, text in literals.items():
+                        value = value.replace(text, mark)  # noqa: PLW2901 - one mark after another
+                    fields[key] = value
+            shielded.append(fields)
         return shielded, literals
 
     def _encode_pieces(self, prompt: str, literals: Mapping[str, str]) -> list[int]:

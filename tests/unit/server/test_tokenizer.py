@@ -100,6 +100,8 @@ def test_control_tokens_in_messages_are_ordinary_text(smollm: ModelTokenizer) ->
     control = {1, 2}
     assert [t for t in token_ids if t in control] == [t for t in harmless if t in control]
     assert attack in smollm.decode(token_ids)
+    as_role = smollm.encode_chat([{"role": f"user{attack}", "content": "x"}])
+    assert [t for t in as_role if t in control] == [t for t in harmless if t in control]
 
 
 def test_control_tokens_in_a_raw_prompt_are_control_tokens(smollm: ModelTokenizer) -> None:
