@@ -27,6 +27,7 @@ from pdtrace.ring import (
     RingIdentity,
     RingPosition,
     RingReader,
+    WriterState,
     scan_rings,
 )
 from pdtrace.stages import Gauge, Kind, Mark, Mode, Outcome, Role, Stage, WaitReason
@@ -66,6 +67,7 @@ __all__ = [
     "Stage",
     "SystemClock",
     "WaitReason",
+    "WriterState",
     "__version__",
     "extract",
     "inject",

@@ -18,7 +18,8 @@ from typing import NamedTuple, TypedDict
 
 from pdtrace.clock import SYSTEM_CLOCK, Clock
 from pdtrace.propagation import RemoteParent, RequestContext
-from pdtrace.recorder import Recorder, RequestTrace, make_identity
+from pdtrace.recorder import Recorder, RequestTrace
+from pdtrace.ring.identity import make_identity
 from pdtrace.ring.layout import RingCapacity, RingIdentity
 from pdtrace.ring.reader import RingReader
 from pdtrace.ring.records import Record, Value

@@ -1,12 +1,13 @@
 """The ring file: one process appends records to it, any number of readers follow.
 
-`layout` describes the bytes, `codec` the record bodies, `writer` and `reader` do the work, `files`
-makes and finds rings on disk. See `pdtrace.recorder` for the API that instrumented programs use.
+`layout` describes the bytes, `codec` the record bodies, `identity` who writes; `writer` and
+`reader` do the work, `files` makes and finds rings on disk. Instrumented programs use
+`pdtrace.recorder`.
 """
 
 from pdtrace.ring.files import create_ring, scan_rings
 from pdtrace.ring.layout import FORMAT_VERSION, Counter, RingCapacity, RingIdentity
-from pdtrace.ring.reader import RingPosition, RingReader
+from pdtrace.ring.reader import RingPosition, RingReader, WriterState
 from pdtrace.ring.records import EndRecord, MarkRecord, OpenRecord, Record, Value
 from pdtrace.ring.writer import RingWriter
 
@@ -23,6 +24,7 @@ __all__ = [
     "RingReader",
     "RingWriter",
     "Value",
+    "WriterState",
     "create_ring",
     "scan_rings",
 ]

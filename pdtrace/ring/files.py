@@ -11,8 +11,6 @@ import fcntl
 import mmap
 import os
 import re
-import socket
-import uuid
 from itertools import count
 from pathlib import Path
 
@@ -21,8 +19,6 @@ from pdtrace.ring.layout import DIRECTORY_MODE, FILE_MODE, SUFFIX, RingCapacity,
 from pdtrace.ring.writer import RingWriter
 
 _UNSAFE = re.compile(r"^\.+|[^A-Za-z0-9._-]+")  # no hidden files, no folders
-_MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
-_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _MAX_NAME_CHARS = 100
 
 
@@ -31,26 +27,6 @@ def scan_rings(directory: str | Path) -> list[Path]:
     return sorted(
         path for path in Path(directory).glob(f"*{SUFFIX}") if not path.name.startswith(".")
     )
-
-
-def read_host_id() -> str:
-    """The machine's id, the same over reboots; from the first network address as a last resort."""
-    for path in _MACHINE_ID_FILES:
-        try:
-            machine_id = path.read_text().strip()
-        except (OSError, UnicodeDecodeError):
-            continue
-        if machine_id:
-            return machine_id
-    return uuid.uuid5(uuid.NAMESPACE_DNS, f"{socket.gethostname()}-{uuid.getnode():x}").hex
-
-
-def read_boot_id() -> str:
-    """Id of the current boot, "" where the kernel does not say."""
-    try:
-        return _BOOT_ID_FILE.read_text().strip()
-    except OSError:
-        return ""
 
 
 def create_ring(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from zlib import crc32
 
@@ -46,6 +47,14 @@ _DEFAULT_LIMIT = 65536
 
 ReadAt = Callable[[int, int], bytes]
 """(offset, size) -> bytes, fewer at the end of the storage."""
+
+
+class WriterState(StrEnum):
+    """What became of the process that writes a ring."""
+
+    ALIVE = "alive"
+    CLOSED = "closed"  # it ended in order
+    DEAD = "dead"  # it was killed, or ended without close()
 
 
 class RingPosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +133,14 @@ class RingReader:
     def writer_alive(self) -> bool:
         """Whether the writing process lives and has not closed the ring; False for memory."""
         return self._fd is not None and is_locked(self._fd)
+
+    def writer_state(self) -> WriterState:
+        """Whether the writer may still write, and else how it ended."""
+        # In this order: a writer says that it closes before it lets go of its lock.
+        alive = self.writer_alive()
+        if self.closed:
+            return WriterState.CLOSED
+        return WriterState.ALIVE if alive else WriterState.DEAD
 
     # Position
 

@@ -22,7 +22,6 @@ from pdtrace.recorder import (
     WAIT_REFRESH_NS,
     Recorder,
     RequestTrace,
-    resource_from_env,
     should_raise,
 )
 from pdtrace.ring import (
@@ -35,6 +34,7 @@ from pdtrace.ring import (
     Value,
     scan_rings,
 )
+from pdtrace.ring.identity import resource_from_env
 from pdtrace.stages import Gauge, Mark, Outcome, Role, WaitReason
 from pdtrace.testing import SMALL_RING, FakeClock, MemoryRings
 

@@ -39,7 +39,7 @@ from pdtrace.ring.layout import (
     RingCapacity,
     RingIdentity,
 )
-from pdtrace.ring.reader import RingPosition, RingReader
+from pdtrace.ring.reader import RingPosition, RingReader, WriterState
 from pdtrace.ring.records import EndRecord, MarkRecord, OpenRecord, Record, Value
 from pdtrace.ring.writer import RingWriter
 from pdtrace.semconv import AttrType
@@ -663,8 +663,9 @@ def test_ring_files_are_private_complete_and_never_written_over(tmp_path: Path):
         assert path.stat().st_blocks * 512 >= TINY.file_bytes  # no holes: disk space is taken
         with RingReader(path) as reader:
             assert reader.identity == IDENTITY
-            assert reader.writer_alive()
+            assert reader.writer_state() is WriterState.ALIVE
             writer.close()
+            assert reader.writer_state() is WriterState.CLOSED
             assert not reader.writer_alive()
     assert scan_rings(directory) == sorted(path for _, path in rings)
     assert len(list(directory.iterdir())) == 3  # no drafts left
@@ -809,6 +810,7 @@ def test_kill_9_loses_nothing_that_was_written(tmp_path: Path, delay_s: float):
         writer.send_signal(signal.SIGKILL)
         announced = int(([first, *writer.stdout.read().splitlines()][:-1] or [first])[-1])
         writer.wait(timeout=10)
+        assert reader.writer_state() is WriterState.DEAD
         assert not reader.writer_alive()
         assert not reader.closed
         records = reader.read(final=True)

@@ -1,0 +1,76 @@
+"""Who records: this process, its host and its OpenTelemetry resource. Knows nothing of files."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import unquote
+
+from pdtrace.clock import SYSTEM_CLOCK, Clock, take_anchor
+from pdtrace.ring.codec import SCHEMA
+from pdtrace.ring.layout import ResourceValue, RingIdentity
+from pdtrace.stages import Role
+
+_MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
+_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+
+
+def resource_from_env(environ: Mapping[str, str]) -> dict[str, ResourceValue]:
+    """Resource attributes of OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME, which wins."""
+    attributes: dict[str, ResourceValue] = {}
+    for item in environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","):
+        key, separator, value = item.partition("=")
+        if separator and key.strip():
+            attributes[key.strip()] = unquote(value.strip())
+    if environ.get("OTEL_SERVICE_NAME"):
+        attributes["service.name"] = environ["OTEL_SERVICE_NAME"]
+    return attributes
+
+
+def make_identity(
+    *,
+    role: Role,
+    instance: str,
+    resource: Mapping[str, ResourceValue],
+    clock: Clock = SYSTEM_CLOCK,
+) -> RingIdentity:
+    """Identity of this process at this instant; keys of `resource` that have a field move there."""
+    attributes = dict(resource)
+    attributes.pop("service.instance.id", None)
+    return RingIdentity(
+        role=role,
+        instance=instance,
+        pid=os.getpid(),
+        host_id=str(attributes.pop("host.id", "")) or read_host_id(),
+        host_name=str(attributes.pop("host.name", "")) or socket.gethostname(),
+        boot_id=read_boot_id(),
+        anchor=take_anchor(clock),
+        service_name=str(attributes.pop("service.name", "")) or role.service_name,
+        service_namespace=str(attributes.pop("service.namespace", "")),
+        service_version=str(attributes.pop("service.version", "")),
+        resource=attributes,
+        schema=SCHEMA,
+    )
+
+
+def read_host_id() -> str:
+    """The machine's id, the same over reboots; from the first network address as a last resort."""
+    for path in _MACHINE_ID_FILES:
+        try:
+            machine_id = path.read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if machine_id:
+            return machine_id
+    return uuid.uuid5(uuid.NAMESPACE_DNS, f"{socket.gethostname()}-{uuid.getnode():x}").hex
+
+
+def read_boot_id() -> str:
+    """Id of the current boot, "" where the kernel does not say."""
+    try:
+        return _BOOT_ID_FILE.read_text().strip()
+    except OSError:
+        return ""
