@@ -4,8 +4,8 @@ Owns prompts, order and faults; knows nothing of HTTP or of how a recording is j
 
 A *warm-up* tells how fast this machine is. In *traffic*, a few requests are in flight at a time,
 few enough that they rarely wait for each other; every third one carries a fault header for one
-stage. In *full pool*, two long requests take most of the decode worker's KV pages and are held while
-they have them, so that a third finds no room: nothing delays it but the pool.
+stage. In *full pool*, two long requests take most of the decode worker's KV pages and are held
+while they have them, so that a third finds no room: nothing delays it but the pool.
 """
 
 from __future__ import annotations
