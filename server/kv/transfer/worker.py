@@ -418,17 +418,18 @@ def run(config: ProcessConfig, *, stop: threading.Event | None = None) -> None:
         stack.callback(heartbeat.stop)
         _logger.info("%s serves at %s", config.instance, config.endpoint)
         while not stop.is_set():
-            _take_step(worker, IDLE_WAIT_S)
+            take_step(worker, IDLE_WAIT_S)
         progress.draining = True
         end_s = time.monotonic() + GRACE_S
         while not worker.jobs.is_idle and time.monotonic() < end_s:
-            _take_step(worker, 0.02)
+            take_step(worker, 0.02)
         worker.fail_all(Reason.SHUTTING_DOWN, f"{config.instance} is shutting down")
-        _take_step(worker, 0.0)  # answers what drained at once
+        take_step(worker, 0.0)  # answers what drained at once
     _logger.info("%s stopped", config.instance)
 
 
-def _take_step(worker: TransferWorker, max_wait_s: float) -> None:
+def take_step(worker: TransferWorker, max_wait_s: float) -> None:
+    """One turn of the loop. A turn that raises fails the handoffs at hand, not the process."""
     try:
         worker.step(max_wait_s)
     except Exception:  # a process boundary: the handoffs at hand fail, later ones are served

@@ -1,0 +1,528 @@
+"""The transfer process's loop: order, marks, answers, and what it forgets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import pytest
+
+from pdtrace.propagation import RequestContext
+from pdtrace.ring.records import EndRecord, MarkRecord, OpenRecord
+from pdtrace.stages import Mark, Outcome, Role, WaitReason
+from pdtrace.testing import FakeClock, MemoryRings
+from server.config import ProcessConfig, Settings
+from server.heartbeat import Progress
+from server.kv.layout import KvLayout
+from server.kv.pool import PoolDescriptor
+from server.kv.transfer import worker as worker_module
+from server.kv.transfer.base import Reason, TransferError
+from server.kv.transfer.memory import Abort, Delay, Fate, MemoryTransfer, Script, copy_all
+from server.kv.transfer.worker import TransferWorker
+from server.wire.messages import (
+    AnyMessage,
+    CancelCopies,
+    CopiesDrained,
+    CopyDone,
+    CopyFailed,
+    CopyJob,
+    Handoff,
+    Peer,
+    PoolRef,
+    RegisterPool,
+    decode,
+    encode,
+)
+from server.wire.sockets import Received
+
+LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_size=2, dtype="float32")
+PAGE = LAYOUT.page_bytes
+PREFILL = Peer(instance="prefill-0", endpoint="ipc:///p0", incarnation="p")
+DECODE = Peer(instance="decode-0", endpoint="ipc:///d0", incarnation="d")
+SOURCE = PoolRef(owner="prefill-0", incarnation="p")
+DESTINATION = PoolRef(owner="decode-0", incarnation="d")
+
+
+@dataclass
+class Mail:
+    """Inbox and outbox of the worker; endpoints in `gone` cannot be reached."""
+
+    clock: FakeClock
+    waiting: list[Received] = field(default_factory=list[Received])
+    sent: list[tuple[str, AnyMessage]] = field(default_factory=list[tuple[str, AnyMessage]])
+    gone: set[str] = field(default_factory=set[str])
+
+    def drain(self) -> list[Received]:
+        messages, self.waiting = self.waiting, []
+        return messages
+
+    def put(self, message: AnyMessage) -> None:
+        self.waiting.append(Received(decode(encode(message)), self.clock.monotonic_ns()))
+
+    def send(self, endpoint: str, message: AnyMessage) -> bool:
+        self.sent.append((endpoint, decode(encode(message))))
+        return endpoint not in self.gone
+
+    def to(self, peer: Peer) -> list[AnyMessage]:
+        return [message for endpoint, message in self.sent if endpoint == peer.endpoint]
+
+
+@dataclass
+class Rig:
+    """A worker over a scripted transfer under a fake clock."""
+
+    worker: TransferWorker
+    transfer: MemoryTransfer
+    mail: Mail
+    clock: FakeClock
+    rings: MemoryRings
+    progress: Progress
+    records: list[Any] = field(default_factory=list[Any])
+
+    def step(self, *messages: AnyMessage, times: int = 1) -> None:
+        for message in messages:
+            self.mail.put(message)
+        for _ in range(times):
+            self.worker.step(0.0)
+            self.worker.jobs.check_integrity()
+
+    def read(self) -> list[Any]:
+        self.records += self.rings.records(Role.TRANSFER)
+        return self.records
+
+    def marks(self) -> list[tuple[Mark, tuple[Any, ...]]]:
+        return [(r.mark, r.values) for r in self.read() if isinstance(r, MarkRecord)]
+
+    def traces_are_ended(self) -> bool:
+        opened = {r.key for r in self.read() if isinstance(r, OpenRecord)}
+        return opened == {r.key for r in self.records if isinstance(r, EndRecord)}
+
+
+class MakeRig(Protocol):
+    """Makes a rig; `options` are settings."""
+
+    def __call__(self, script: Script = copy_all, **options: Any) -> Rig: ...
+
+
+@pytest.fixture
+def make_rig() -> Iterator[MakeRig]:
+    rigs: list[Rig] = []
+
+    def make(script: Script = copy_all, **options: Any) -> Rig:
+        clock = FakeClock()
+        transfer = MemoryTransfer(script, clock=clock)
+        mail = Mail(clock)
+        rings = MemoryRings(clock=clock)
+        progress = Progress(clock)
+        worker = TransferWorker(
+            ProcessConfig(
+                settings=Settings(**options),
+                role="transfer",
+                instance="transfer-0",
+                incarnation="t",
+                endpoint="ipc:///t0",
+                gateway_endpoint="ipc:///g0",
+            ),
+            transfer=transfer,
+            inbox=mail,
+            outbox=mail,
+            recorder=rings.recorder(Role.TRANSFER),
+            progress=progress,
+            clock=clock,
+        )
+        rigs.append(Rig(worker, transfer, mail, clock, rings, progress))
+        rigs[-1].step(register(PREFILL), register(DECODE))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.transfer.close()
+
+
+def register(peer: Peer) -> RegisterPool:
+    pool = PoolDescriptor(owner=peer.instance, path="", num_pages=8, layout=LAYOUT)
+    return RegisterPool(peer=peer, pool=pool)
+
+
+def job(
+    index: int = 0,
+    *,
+    last: bool = False,
+    handoff: str = "a",
+    pages: tuple[int, ...] = (0,),
+    source: PoolRef = SOURCE,
+    address: str | None = None,
+    faults: dict[str, int] | None = None,
+) -> CopyJob:
+    return CopyJob(
+        context=RequestContext(
+            request_id=f"req-{handoff}",
+            trace_id="1" * 32,
+            root_span_id="2" * 16,
+            attempt_span_id="3" * 16,
+            handoff_id=handoff,
+        ),
+        index=index,
+        last=last,
+        source=source,
+        source_pages=pages,
+        destination=DESTINATION,
+        destination_pages=pages,
+        transfer_address=address,
+        prefill=PREFILL,
+        decode=DECODE,
+        faults=faults or {},
+    )
+
+
+def done(index: int, *, last: bool, num_pages: int = 1, handoff: str = "a") -> CopyDone:
+    return CopyDone(handoff_id=handoff, index=index, last=last, num_bytes=num_pages * PAGE)
+
+
+def cancel(handoff: str, peer: Peer) -> CancelCopies:
+    return CancelCopies(handoff_id=handoff, reply_to=peer)
+
+
+def test_a_handoff_is_copied_job_by_job_and_both_legs_are_told(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.transfer.memory(SOURCE)[:] = bytes(range(8 * PAGE // 2)) * 2
+    rig.step(job(0, pages=(0, 1)), job(1, pages=(2,)), job(2, pages=(3,), last=True), times=3)
+    answers = [done(0, last=False, num_pages=2), done(1, last=False), done(2, last=True)]
+    assert rig.mail.to(DECODE) == answers
+    assert rig.mail.to(PREFILL) == answers
+    assert rig.transfer.memory(DESTINATION)[: 4 * PAGE] == rig.transfer.memory(SOURCE)[: 4 * PAGE]
+    assert rig.worker.copied_bytes == 4 * PAGE
+
+
+def test_marks_tell_what_was_queued_copied_and_landed(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.step(job(0, pages=(0, 1)), job(1, pages=(2,), last=True), times=2)
+    queued, started, finished = Mark.COPY_QUEUED, Mark.COPY_STARTED, Mark.COPY_FINISHED
+    assert rig.marks() == [
+        (queued, (0, 2, 2 * PAGE, 1)),
+        (queued, (1, 1, PAGE, 2)),
+        (started, (0,)),
+        (finished, (0, 2 * PAGE)),
+        (started, (1,)),
+        (finished, (1, PAGE)),
+        (Mark.KV_LANDED, (3 * PAGE,)),
+    ]
+    assert rig.traces_are_ended()
+    assert rig.worker.jobs.num_handoffs == 0
+
+
+def test_times_are_those_of_arrival_start_and_observed_end(make_rig: MakeRig) -> None:
+    rig = make_rig(lambda _copy: Delay(2.0))
+    rig.mail.put(job(last=True))
+    arrived_ns = rig.clock.monotonic_ns()
+    rig.clock.advance(s=1)
+    rig.step()
+    rig.clock.advance(s=2)
+    rig.step()
+    by_mark = {r.mark: r.t_ns - arrived_ns for r in rig.read() if isinstance(r, MarkRecord)}
+    assert by_mark == {
+        Mark.COPY_QUEUED: 0,
+        Mark.COPY_STARTED: 1_000_000_000,
+        Mark.COPY_FINISHED: 3_000_000_000,
+        Mark.KV_LANDED: 3_000_000_000,
+    }
+
+
+def test_decode_is_told_only_after_the_landing_was_recorded(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    seen: list[list[Mark]] = []
+    send = rig.mail.send
+
+    def spying_send(endpoint: str, message: AnyMessage) -> bool:
+        seen.append([mark for mark, _ in rig.marks()])
+        return send(endpoint, message)
+
+    rig.mail.send = spying_send  # type: ignore[method-assign]
+    rig.step(job(last=True))
+    assert len(seen) == 2
+    assert all(Mark.KV_LANDED in marks for marks in seen)
+
+
+def test_handoffs_take_turns_in_order_of_arrival_and_say_who_is_ahead(make_rig: MakeRig) -> None:
+    rig = make_rig(lambda _copy: Delay(1.0))
+    rig.step(
+        job(0, handoff="a"),
+        job(0, handoff="b", last=True, pages=(1,)),
+        job(1, handoff="a", last=True, pages=(2,)),
+        job(0, handoff="c", last=True, pages=(3,)),
+    )
+    waits = [values for mark, values in rig.marks() if mark is Mark.WAITING]
+    assert waits == [
+        ("transfer.queue", WaitReason.COPY_QUEUE, None, None, None, 1, "req-a"),
+        ("transfer.queue", WaitReason.COPY_QUEUE, None, None, None, 3, "req-a"),
+    ]
+    for _ in range(4):
+        rig.clock.advance(s=1)
+        rig.step(times=2)
+    order = [
+        (message.handoff_id, message.index)
+        for message in rig.mail.to(DECODE)
+        if isinstance(message, CopyDone)
+    ]
+    assert order == [("a", 0), ("b", 0), ("a", 1), ("c", 0)]
+    assert rig.worker.jobs.is_idle
+    assert rig.traces_are_ended()
+
+
+def test_another_route_is_served_while_one_is_stuck(make_rig: MakeRig) -> None:
+    rig = make_rig(lambda copy: Fate.LOSE if copy.address else Fate.COPY)
+    rig.step(job(handoff="stuck", last=True, address="10.0.0.9:1"), job(last=True), times=2)
+    assert rig.mail.to(DECODE) == [done(0, last=True)]
+    assert rig.worker.jobs.num_handoffs == 1
+    assert rig.progress.state.busy
+
+
+def test_an_injected_delay_holds_the_last_job_alone(make_rig: MakeRig) -> None:
+    rig = make_rig(allow_faults=True)
+    faults = {"transfer": 250, "decode.queue": 10_000}
+    rig.step(job(0, faults=faults), job(1, last=True, faults=faults), times=2)
+    rig.step(job(0, handoff="b", last=True), times=2)
+    assert rig.mail.to(DECODE) == [done(0, last=False), done(0, last=True, handoff="b")]
+    waits = [values for mark, values in rig.marks() if mark is Mark.WAITING]
+    assert [values[:2] for values in waits] == [("transfer.queue", WaitReason.INJECTED)]
+    rig.clock.advance(ms=249)
+    rig.step(times=2)
+    assert len(rig.mail.to(DECODE)) == 2
+    rig.clock.advance(ms=1)
+    rig.step(times=2)
+    assert rig.mail.to(DECODE)[2:] == [done(1, last=True)]
+
+
+def test_faults_do_nothing_in_a_server_that_does_not_allow_them(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.step(job(last=True, faults={"transfer": 60_000}))
+    assert rig.mail.to(DECODE) == [done(0, last=True)]
+
+
+def test_a_failed_copy_ends_its_handoff_on_both_sides(make_rig: MakeRig) -> None:
+    rig = make_rig(lambda copy: Abort(Reason.PEER_LOST) if copy.index == 1 else Fate.COPY)
+    rig.step(job(0), job(1, pages=(1,)), job(2, pages=(2,), last=True), times=4)
+    failed = CopyFailed(handoff_id="a", index=1, reason="peer_lost", message="scripted abort")
+    assert rig.mail.to(PREFILL) == [done(0, last=False), failed]
+    assert rig.mail.to(DECODE) == [done(0, last=False), failed]
+    assert rig.marks()[-1] == (Mark.ABORTED, (Outcome.FAILED, "peer_lost", "transfer-0"))
+    assert Mark.KV_LANDED not in [mark for mark, _ in rig.marks()]
+    assert rig.traces_are_ended()
+    assert (rig.worker.jobs.num_handoffs, rig.worker.jobs.num_waiting) == (0, 0)
+    rig.step(job(3), times=2)
+    assert rig.worker.ignored["late"] == 1
+
+
+def test_decode_is_not_told_while_its_pages_may_still_be_written(make_rig: MakeRig) -> None:
+    rig = make_rig(lambda _copy: Abort(Reason.TRANSFER_TIMEOUT, settled=False))
+    rig.step(job(last=True))
+    assert rig.mail.to(DECODE) == []
+    assert [type(message) for message in rig.mail.to(PREFILL)] == [CopyFailed]
+    assert rig.marks()[-1] == (
+        Mark.ABORTED,
+        (Outcome.TIMED_OUT, "transfer_timeout", "transfer-0"),
+    )
+
+
+def test_an_unknown_pool_fails_the_copy_with_a_clear_message(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.step(job(last=True, source=PoolRef(owner="prefill-9", incarnation="p")))
+    [failed] = rig.mail.to(DECODE)
+    assert isinstance(failed, CopyFailed)
+    assert failed.reason == "unknown_pool"
+    assert "prefill-9" in failed.message
+
+
+def test_corrupt_bytes_are_a_failure(make_rig: MakeRig) -> None:
+    rig = make_rig(lambda _copy: Fate.CORRUPT)
+    rig.step(job(last=True))
+    [failed] = rig.mail.to(DECODE)
+    assert isinstance(failed, CopyFailed)
+    assert failed.reason == "checksum_mismatch"
+
+
+def test_a_pool_of_a_restarted_worker_replaces_the_old_one(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    reborn = Peer(instance="prefill-0", endpoint="ipc:///p0", incarnation="p2")
+    rig.step(register(reborn), job(handoff="old", last=True))
+    [failed] = rig.mail.to(PREFILL)
+    assert isinstance(failed, CopyFailed)
+    rig.step(job(last=True, source=PoolRef(owner="prefill-0", incarnation="p2")))
+    assert rig.mail.to(DECODE)[-1] == done(0, last=True)
+
+
+def test_a_pool_that_cannot_be_mapped_is_logged_once_and_harms_nobody(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig()
+
+    def refuse(_ref: PoolRef, _pool: PoolDescriptor) -> None:
+        raise TransferError(Reason.UNKNOWN_POOL, "pool of prefill-7 cannot be mapped: gone")
+
+    monkeypatch.setattr(rig.transfer, "register", refuse)
+    other = Peer(instance="prefill-7", endpoint="ipc:///p7", incarnation="x")
+    for _ in range(3):
+        rig.step(register(other))
+    assert [r.message for r in caplog.records] == ["pool of prefill-7 cannot be mapped: gone"]
+    rig.step(job(last=True))
+    assert rig.mail.to(DECODE) == [done(0, last=True)]
+
+
+def test_a_cancelled_handoff_is_drained_and_nothing_is_copied_afterwards(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(lambda _copy: Fate.LOSE)
+    before = bytes(rig.transfer.memory(DESTINATION))
+    rig.step(job(0), job(1, pages=(1,), last=True))
+    rig.step(cancel("a", DECODE))
+    assert rig.mail.sent == [(DECODE.endpoint, CopiesDrained(handoff_id="a"))]
+    assert rig.marks()[-1] == (Mark.ABORTED, (Outcome.CANCELLED, "cancelled", "decode-0"))
+    assert rig.traces_are_ended()
+    rig.transfer.script = copy_all
+    rig.step(job(2), times=3)
+    assert rig.worker.ignored["late"] == 1
+    assert rig.transfer.memory(DESTINATION) == before
+    assert rig.worker.jobs.num_handoffs == 0
+
+
+def test_both_legs_may_ask_for_the_drain_and_ask_again(make_rig: MakeRig) -> None:
+    rig = make_rig(lambda _copy: Fate.LOSE)
+    rig.step(job(last=True))
+    rig.step(cancel("a", DECODE), cancel("a", PREFILL))
+    rig.step(cancel("a", DECODE))
+    drained = CopiesDrained(handoff_id="a")
+    assert rig.mail.to(PREFILL) == [drained]
+    assert rig.mail.to(DECODE) == [drained, drained]
+
+
+def test_a_drain_before_the_first_job_keeps_it_from_ever_running(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.step(cancel("a", DECODE))
+    assert rig.mail.to(DECODE) == [CopiesDrained(handoff_id="a")]
+    rig.step(job(last=True), times=2)
+    assert rig.worker.ignored["late"] == 1
+    assert ("submit", "a", 0) not in rig.transfer.log
+
+
+def test_a_cancel_after_the_landing_is_answered(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.step(job(last=True))
+    rig.step(cancel("a", PREFILL))
+    assert rig.mail.to(PREFILL) == [done(0, last=True), CopiesDrained(handoff_id="a")]
+    assert Mark.ABORTED not in [mark for mark, _ in rig.marks()]
+
+
+def test_repeated_jobs_are_ignored_and_counted(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.step(job(0), job(0), times=2)
+    rig.step(job(1, last=True, pages=(1,)), times=2)
+    rig.step(job(1, last=True, pages=(1,)), times=2)
+    assert rig.mail.to(DECODE) == [done(0, last=False), done(1, last=True)]
+    assert rig.worker.ignored == {"duplicate": 1, "late": 1}
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_a_missing_job_fails_the_handoff_once_nothing_runs(
+    make_rig: MakeRig, running: bool
+) -> None:
+    rig = make_rig(lambda _copy: Fate.LOSE)
+    if running:
+        rig.step(job(0))
+    rig.step(job(2, last=True), times=2)
+    for peer in (PREFILL, DECODE):
+        [failed] = rig.mail.to(peer)
+        assert isinstance(failed, CopyFailed)
+        assert failed.reason == "jobs_missing"
+        assert f"job {int(running)} was expected" in failed.message
+    assert (("cancel", "a", None) in rig.transfer.log) == running
+    assert rig.traces_are_ended()
+    assert rig.worker.jobs.is_idle
+
+
+def test_messages_that_do_not_belong_here_are_counted(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.step(Handoff(handoff_id="a", token_id=1, prompt_len=1, prompt_digest="", cached_tokens=0))
+    assert rig.worker.ignored["unexpected"] == 1
+
+
+def test_an_unreachable_leg_is_counted_and_the_other_one_told(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.mail.gone.add(PREFILL.endpoint)
+    rig.step(job(last=True))
+    assert rig.worker.undelivered == 1
+    assert rig.mail.to(DECODE) == [done(0, last=True)]
+
+
+def test_a_handoff_whose_prefill_is_gone_is_forgotten_in_the_end(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.step(job(0))
+    deadlines = Settings().deadlines
+    rig.clock.advance(s=deadlines.prefill_compute_s + deadlines.transfer_s - 1)
+    rig.step()
+    assert rig.worker.jobs.num_handoffs == 1
+    rig.clock.advance(s=2)
+    rig.step()
+    assert rig.worker.jobs.num_handoffs == 0
+    assert rig.marks()[-1] == (Mark.ABORTED, (Outcome.LOST, "abandoned", "prefill-0"))
+    assert rig.traces_are_ended()
+    rig.step(job(1, last=True))
+    assert rig.worker.ignored["late"] == 1
+
+
+def test_memory_of_handoffs_is_bounded(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    for number in range(300):
+        rig.step(job(handoff=f"h-{number}", last=True))
+    assert rig.worker.jobs.num_handoffs == 0
+    assert rig.worker.jobs.is_idle
+    assert len(rig.mail.to(DECODE)) == 300
+    assert rig.traces_are_ended()
+
+
+def test_giving_up_drains_what_runs_before_the_legs_are_told(make_rig: MakeRig) -> None:
+    rig = make_rig(lambda _copy: Fate.LOSE)
+    rig.step(job(handoff="runs"), job(handoff="waits"))
+    rig.worker.fail_all(Reason.SHUTTING_DOWN, "transfer-0 is shutting down")
+    assert [m.handoff_id for m in rig.mail.to(DECODE) if isinstance(m, CopyFailed)] == ["waits"]
+    rig.step()
+    failed = [m for m in rig.mail.to(DECODE) if isinstance(m, CopyFailed)]
+    assert [(m.handoff_id, m.reason) for m in failed] == [
+        ("waits", "shutting_down"),
+        ("runs", "shutting_down"),
+    ]
+    assert rig.traces_are_ended()
+    assert rig.worker.jobs.is_idle
+
+
+def test_a_turn_that_raises_fails_what_is_at_hand_and_the_next_one_is_served(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig()
+    poll = rig.transfer.poll
+
+    def broken_poll(_timeout_s: float) -> list[Any]:
+        monkeypatch.setattr(rig.transfer, "poll", poll)
+        raise RuntimeError("scripted")
+
+    monkeypatch.setattr(rig.transfer, "poll", broken_poll)
+    rig.mail.put(job(last=True))
+    worker_module.take_step(rig.worker, 0.0)
+    rig.step()
+    [failed] = rig.mail.to(DECODE)
+    assert isinstance(failed, CopyFailed)
+    assert failed.reason == "internal"
+    rig.step(job(handoff="b", last=True))
+    assert rig.mail.to(DECODE)[1:] == [done(0, last=True, handoff="b")]
+
+
+def test_progress_says_busy_only_while_there_are_jobs(make_rig: MakeRig) -> None:
+    rig = make_rig(lambda _copy: Delay(1.0))
+    assert not rig.progress.state.busy
+    rig.step(job(last=True), job(handoff="b", last=True))
+    state = rig.progress.state
+    assert (state.busy, state.load.running, state.load.waiting) == (True, 1, 1)
+    for _ in range(2):
+        rig.clock.advance(s=1)
+        rig.step(times=2)
+    assert not rig.progress.state.busy
