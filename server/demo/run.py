@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from server.rundir import point_latest, timestamped
 RUNS = Path("run")
 _STOP_S = 60.0
 _APART_S = 0.3
+_PIPE_WIDTH = 100
 
 
 class DemoError(ServerError):
@@ -45,7 +47,7 @@ def run_demo(*, as_json: bool = False, options: Sequence[str] = ()) -> int:
 
     options   further options of `python -m server up`
     """
-    console = Console(stderr=as_json, highlight=False)
+    console = _console(stderr=as_json)
     run_dir = timestamped(RUNS, "demo-")
     try:
         requests, views = _play_all(run_dir, console, options)
@@ -59,6 +61,13 @@ def run_demo(*, as_json: bool = False, options: Sequence[str] = ()) -> int:
     else:
         print_report(report, run_dir, console)
     return 0 if report.passed else 1
+
+
+def _console(*, stderr: bool) -> Console:
+    """A console of the terminal's width; pipes and files get 100 columns."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or os.environ.get("COLUMNS") else _PIPE_WIDTH
+    return Console(file=stream, width=width, highlight=False)
 
 
 def _play_all(
