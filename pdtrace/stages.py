@@ -467,7 +467,7 @@ STAGES: tuple[Stage, ...] = (
         roles=_GATEWAY,
         kind=Kind.WORK,
         parent=ROOT_SPAN,
-        meaning="The last tokens travel to the client and the response is closed.",
+        meaning="The last tokens, or the error, travel to the client; the response is closed.",
         advice="Look at slow clients and at the gateway's event loop.",
     ),
     # Beside the chain.

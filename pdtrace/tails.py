@@ -17,7 +17,7 @@ import msgspec
 
 from pdtrace.errors import RingError
 from pdtrace.resource import process_of
-from pdtrace.ring import RingPosition, RingReader, scan_rings
+from pdtrace.ring import RingPosition, RingReader, WriterState, scan_rings
 from pdtrace.sink import SinkPosition
 from pdtrace.stages import Role
 from pdtrace.tracker import RequestTracker
@@ -137,15 +137,14 @@ class RingTails:
         """Why a ring's writer records no more; None while it may."""
         tail = self._tails[name]
         try:
-            if tail.reader.closed:
-                return "process_exited"
-            if tail.reader.writer_alive():
-                tail.seen_alive = True
-                return None
+            state = tail.reader.writer_state()
         except (OSError, RingError) as error:
             self._damaged(name, error)
             return None
-        return "process_lost"
+        if state is WriterState.ALIVE:
+            tail.seen_alive = True
+            return None
+        return "process_exited" if state is WriterState.CLOSED else "process_lost"
 
     def states(self, sink: SinkPosition) -> tuple[dict[str, RingState], SinkPosition]:
         """Where to go on so that nothing in flight is lost, and since when the sink may hold
