@@ -39,7 +39,7 @@ fix: setup ## format, repair what ruff can, regenerate docs
 
 bench: setup ## run the benchmarks; each prints one JSON line
 	@for file in benchmarks/bench_*.py; do \
-	  echo "$$file" >&2; $(VENV)/python -m benchmarks.$$(basename "$$file" .py) || exit 1; \
+	  echo "$$file" >&2; $(VENV)/python -m benchmarks.$$(basename "$$file" .py) --json || exit 1; \
 	done
 
 lock: setup ## resolve requirements/dev.txt anew from pyproject.toml
