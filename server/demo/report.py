@@ -14,7 +14,7 @@ from pathlib import Path
 from pdtrace.sources import read_source
 from pdtrace.stages import Outcome
 from pdtrace.timeline import Timeline, build_timelines
-from pdtrace.verdict import Verdict, judge_all
+from pdtrace.verdict import Verdict, VerdictPolicy, judge_all
 from server.demo.drive import ClientView
 from server.demo.scenario import DemoRequest
 
@@ -78,8 +78,14 @@ def read_report(
 def compare(
     timelines: Sequence[Timeline], requests: Sequence[DemoRequest], views: Sequence[ClientView]
 ) -> Report:
-    """Judge each request against all others of the recording."""
-    verdicts = judge_all(timelines)
+    """Judge each request against all others of the recording.
+
+    An excess counts from half of the shortest stall that was injected: shorter ones are the
+    machine's own.
+    """
+    injected = [request.stall_ms for request in requests if request.stall_ms]
+    floor_s = min(injected) / 2000 if injected else VerdictPolicy().floor_s
+    verdicts = judge_all(timelines, VerdictPolicy(floor_s=floor_s))
     found = {
         timeline.request_id: (timeline, verdict)
         for timeline, verdict in zip(timelines, verdicts, strict=True)

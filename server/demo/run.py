@@ -180,6 +180,12 @@ def print_report(report: Report, run_dir: Path, console: Console) -> None:
     ]
     for problem in problems:
         console.print(f"[red]✗[/] {problem}", soft_wrap=True)
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    if problems and load > 1.5:
+        console.print(
+            f"This machine was busy (load {load:.1f} per core): stalls of its own may be among these.",
+            soft_wrap=True,
+        )
     shown = run_dir if run_dir.is_absolute() else run_dir.as_posix()
     console.print(
         f"\nThe recording lies in {shown}. Look further:\n"

@@ -27,12 +27,17 @@ HEADER_STAGES = (
 
 ROUNDS = 2
 HEALTHY_PER_VICTIM = 2
-MIN_STALL_S = 2.0
+MIN_STALL_S = 3.0
 BALLAST = 2.5  # times as long as the other stalls
 AT_ONCE = 3
 DECODE_PAGES = 112
-SERVER_OPTIONS = ("--allow-faults", "--decode-pages", str(DECODE_PAGES))
-"""The pool is small so that two long requests fill it; ordinary traffic uses a fraction of it."""
+GAP_S = 1.5
+SERVER_OPTIONS = (
+    *("--allow-faults", "--decode-pages", str(DECODE_PAGES)),
+    *("--gap-threshold-s", str(GAP_S)),
+)
+"""The pool is small so that two long requests fill it; ordinary traffic uses a fraction of it. A
+pause of the machine itself, under a second or so on a busy one, is not to count as a gap."""
 
 # A word is about a token. Two requests of this length take 82 of the 112 pages, a third needs 40.
 _LONG_WORDS = 600
@@ -80,7 +85,7 @@ def stall_ms(usual_s: float) -> int:
 
     A stall has to stand out: on a slow or busy machine it has to be longer.
     """
-    return round(max(MIN_STALL_S, 1.2 * usual_s) * 1000)
+    return round(max(MIN_STALL_S, 1.5 * usual_s) * 1000)
 
 
 def warm_up() -> list[DemoRequest]:

@@ -10,6 +10,7 @@ import pytest
 from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from pdtrace import Gauge, RingReader, Role, scan_rings
 from pdtrace import semconv as a
 from pdtrace.sources import Recording, read_source
 from pdtrace.spans import Span, Trace
@@ -182,3 +183,19 @@ def test_no_prompt_or_completion_text_is_recorded(run: tuple[Path, dict[str, Ans
     everything = "".join(p.read_text() for p in (run[0] / "traces").glob("*.jsonl"))
     assert "p" * 20 not in everything
     assert not [a.text for a in run[1].values() if len(a.text) > 12 and a.text in everything]
+
+
+def test_page_pools_are_whole_when_the_server_stopped(
+    run: tuple[Path, dict[str, Answer]],
+) -> None:
+    pools: dict[Role, dict[Gauge, int]] = {}
+    for path in scan_rings(run[0] / "rings"):
+        reader = RingReader(path)
+        pools[reader.identity.role] = reader.gauges()
+        reader.close()
+    for role in (Role.PREFILL, Role.DECODE):
+        gauges = pools[role]
+        kept = gauges.get(Gauge.KV_PAGES_CACHED, 0)
+        assert gauges[Gauge.KV_PAGES_FREE] + kept == gauges[Gauge.KV_PAGES_TOTAL], role
+        assert gauges[Gauge.KV_PAGES_USED] == 0, role
+        assert gauges[Gauge.IN_FLIGHT] == 0, role
