@@ -27,6 +27,7 @@ from server.heartbeat import Progress
 from server.kv.pages import PageAllocator
 from server.legs import LegT, LegTable
 from server.quarantine import Quarantine
+from server.registration import Registration
 from server.request import NS_PER_S, Ending
 from server.tracing import TraceObserver
 from server.wire.messages import (
@@ -369,6 +370,14 @@ class Scheduler(ABC, Generic[LegT]):
     def _ending(self, outcome: Outcome, reason: str, what: str) -> Ending:
         instance = self.config.instance
         return Ending(outcome=outcome, reason=reason, message=f"{instance}: {what}", by=instance)
+
+    def new_registration(self) -> Registration:
+        """Registration of this worker's pool with the host's transfer process."""
+        transfer = self._transfer
+        assert transfer is not None
+        return Registration(
+            self.peer, self.engine.pool.descriptor, lambda message: self.send(transfer, message)
+        )
 
     def ask_again(self, quarantine: Quarantine, now_ns: int) -> None:
         """Ask the transfer about pages that it has not let go of."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from pdtrace.stages import Gauge, Outcome, Role
+from pdtrace.stages import Gauge, Outcome, Role, WaitReason
 from server.admission import Candidate
 from server.config import ProcessConfig
 from server.decode.ballast import OWNER as BALLAST
@@ -19,6 +19,7 @@ from server.decode.policy import DecodePlan, DecodeSnapshot, LandedSequence, pla
 from server.engine.base import Engine
 from server.faults import FaultHolds
 from server.generating import GeneratingScheduler
+from server.kv.transfer.base import Reason
 from server.quarantine import Quarantine
 from server.request import DecodeState, Ending
 from server.scheduler import IDLE_WAIT_S, Ports
@@ -46,6 +47,7 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
     def __init__(self, config: ProcessConfig, engine: Engine, ports: Ports) -> None:
         super().__init__(config, engine, ports)
         self.quarantine = Quarantine()
+        self.registration = self.new_registration()
         self.ballast = Ballast(self.allocator)
         self._pool = PoolRef(owner=config.instance, incarnation=config.incarnation)
 
@@ -53,6 +55,7 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         """Receive, plan, run, publish."""
         self.receive(max_wait_s)
         now_ns = self._clock()
+        self.registration.ask(now_ns)
         self.ask_again(self.quarantine, now_ns)
         self._notice(now_ns)
         plan = plan_decode(self._snapshot(now_ns))
@@ -162,6 +165,8 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
                 leg.last_job = message.index
 
     def _copy_failed(self, message: CopyFailed) -> None:
+        if message.reason == Reason.UNKNOWN_POOL:
+            self.registration.forget()
         leg = self.legs.get(message.handoff_id)
         if leg is None:
             self.ignore_unknown(message)
@@ -173,6 +178,8 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
             self.ignore("late", message)
 
     def _drained(self, message: CopiesDrained) -> None:
+        if self.registration.answered(message):
+            return
         leg = self.legs.get(message.handoff_id)
         if leg is not None and leg.state is _S.DRAINING:
             self._close(leg)
@@ -213,7 +220,9 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         committing = 0
         fill = False
         for leg in self.legs:
-            if leg.state is _S.RESERVING:
+            if leg.state is _S.RESERVING and not self.registration.known:
+                self._observer.cause(leg, leg.stage, WaitReason.PEER_NOT_READY, now_ns)
+            elif leg.state is _S.RESERVING:
                 fill = leg.holds.held("decode.reserve", now_ns) or fill
                 reserving.append(
                     Candidate(

@@ -16,6 +16,7 @@ from server.engine.validation import check_sampling
 from server.faults import FaultHolds
 from server.kv.radix import LOCK_OWNER, Match, RadixCache
 from server.kv.radix import OWNER as CACHE
+from server.kv.transfer.base import Reason
 from server.prefill.handshake import find_mismatch
 from server.prefill.leg import PrefillLeg
 from server.prefill.policy import (
@@ -58,6 +59,7 @@ class PrefillWorker(Scheduler[PrefillLeg]):
         super().__init__(config, engine, ports)
         self.cache = RadixCache(self.allocator, engine.layout.page_size)
         self.quarantine = Quarantine()
+        self.registration = self.new_registration()
         self._pool = PoolRef(owner=config.instance, incarnation=config.incarnation)
         # Reservations that came before their request, oldest first.
         self._early: OrderedDict[str, tuple[PagesReserved, int]] = OrderedDict()
@@ -66,6 +68,7 @@ class PrefillWorker(Scheduler[PrefillLeg]):
         """Receive, plan, run, publish."""
         self.receive(max_wait_s)
         now_ns = self._clock()
+        self.registration.ask(now_ns)
         self.ask_again(self.quarantine, now_ns)
         self._shake_hands(now_ns)
         self._finish_computed(now_ns)
@@ -170,6 +173,8 @@ class PrefillWorker(Scheduler[PrefillLeg]):
             leg.reservation = message
 
     def _shake_hands(self, now_ns: int) -> None:
+        if not self.registration.known:
+            return
         for leg in self.legs:
             if leg.state is not _S.BOOTSTRAP or leg.reservation is None:
                 continue
@@ -199,6 +204,8 @@ class PrefillWorker(Scheduler[PrefillLeg]):
                 self._close(leg)
 
     def _copy_failed(self, message: CopyFailed) -> None:
+        if message.reason == Reason.UNKNOWN_POOL:
+            self.registration.forget()
         leg = self.legs.get(message.handoff_id)
         if leg is None:
             self.ignore_unknown(message)
@@ -208,6 +215,8 @@ class PrefillWorker(Scheduler[PrefillLeg]):
             self.fail(leg, message.reason, message.message)
 
     def _drained(self, message: CopiesDrained) -> None:
+        if self.registration.answered(message):
+            return
         leg = self.legs.get(message.handoff_id)
         if leg is not None and leg.state is _S.DRAINING:
             self._close(leg)

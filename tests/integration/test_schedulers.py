@@ -17,7 +17,7 @@ from pdtrace.ring.records import MarkRecord
 from pdtrace.stages import Mark
 from server.engine.base import SamplingParams
 from server.engine.fake import expected_tokens
-from tests.support.scheduler_processes import Processes, running_processes
+from tests.support.scheduler_processes import START_S, Processes, running_processes
 
 pytestmark = pytest.mark.server
 
@@ -58,16 +58,17 @@ def test_thirty_requests_at_once_get_their_own_tokens(pd: Processes) -> None:
     pd.wait_closed(*asked)
     for i, (handoff_id, (token_ids, sampling)) in enumerate(asked.items()):
         answer = pd.answers[handoff_id]
+        assert answer.endings == {"completed"}
         assert answer.tokens == expected_tokens(token_ids, 12, sampling)
         assert answer.finish_reason == "length"
         assert answer.first_from == ("prefill-0" if i % 2 == 0 else "decode-0")
-        assert {closed.outcome for closed in answer.closed.values()} == {"completed"}
 
 
 def test_more_output_than_the_pool_holds_is_preempted_and_still_right(pd: Processes) -> None:
     asked = {pd.submit(prompt(8, first=i), max_tokens=100): i for i in range(4)}
     pd.wait_closed(*asked)
     for handoff_id, first in asked.items():
+        assert pd.answers[handoff_id].endings == {"completed"}
         assert pd.answers[handoff_id].tokens == expected_tokens(prompt(8, first=first), 100)
     assert Mark.PREEMPTED in {record.mark for record in marks(pd, "decode-0")}
 
@@ -112,6 +113,21 @@ def test_transfer_that_hangs_times_out_and_serving_goes_on_when_it_wakes(tmp_pat
             answer = processes.answers[handoff_id]
             assert answer.tokens == expected_tokens(prompt(60, first=i), 8)
         assert set(processes.stop().values()) == {0}
+
+
+def test_requests_wait_for_a_transfer_process_that_comes_last(tmp_path: Path) -> None:
+    with running_processes(tmp_path, start=False) as processes:
+        processes.start_some(*processes.legs)
+        processes.wait_until(lambda: set(processes.legs) <= set(processes.peers), START_S)
+        early = processes.submit(prompt(20))
+        processes.listen(1.0)  # by then the workers' sockets retry at long intervals
+        processes.start_some("transfer-0")
+        processes.wait_until(lambda: "transfer-0" in processes.peers, START_S)
+        late = processes.submit(prompt(21))
+        processes.wait_closed(early, late)
+        for handoff_id, length in ((early, 20), (late, 21)):
+            assert processes.answers[handoff_id].endings == {"completed"}
+            assert processes.answers[handoff_id].tokens == expected_tokens(prompt(length), 8)
 
 
 def test_sigterm_answers_requests_in_flight_and_exits_cleanly(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from server.wire.messages import (
     LegClosed,
     Peer,
     PrefillRequest,
+    RegisterPool,
     Tokens,
     decode,
     encode,
@@ -105,6 +106,7 @@ class TransferDouble:
         self._seen: set[tuple[str, int]] = set()
         self.fail_next: str | None = None
         self.failed: list[str] = []
+        self._registered: set[tuple[str, str]] = set()
         self.silent = False
         """Takes in nothing and copies nothing, like a process that hangs."""
         self._backlog: deque[AnyMessage] = deque()
@@ -119,6 +121,7 @@ class TransferDouble:
         self._backlog.clear()
         self._jobs.clear()
         self._over.clear()
+        self._registered.clear()
 
     def take(self, message: AnyMessage) -> None:
         self._backlog.append(message)
@@ -136,6 +139,8 @@ class TransferDouble:
                 if message.context.handoff_id not in self._over and key not in self._seen:
                     self._seen.add(key)
                     self._jobs.append(message)
+            case RegisterPool():
+                self._registered.add((message.pool.owner, message.peer.incarnation))
             case CancelCopies():
                 self._end(message.handoff_id)
                 self._outbox.send(
@@ -152,6 +157,9 @@ class TransferDouble:
         job = self._jobs.popleft()
         handoff_id = job.context.handoff_id
         answer: AnyMessage
+        pools = {(ref.owner, ref.incarnation) for ref in (job.source, job.destination)}
+        if not pools <= self._registered:
+            self.fail_next = "unknown_pool"
         if self.fail_next is not None:
             answer = CopyFailed(
                 handoff_id=handoff_id, index=job.index, reason=self.fail_next, message="injected"
@@ -224,6 +232,7 @@ class Cluster:
         step_ms: float = 0.0,
         record: bool = True,
         clock: FakeClock | None = None,
+        registered: bool = True,
     ) -> None:
         self.settings = settings or Settings(
             model="fake",
@@ -260,6 +269,12 @@ class Cluster:
         for instance, role in roles.items():
             self._add_worker(directory, instance, role, decode_model or model)
         self.transfer = TransferDouble(BusOutbox("transfer", self.channels), self.engines)
+        if registered and not colocated:
+            self.step()
+            self.step()
+            assert self.prefill.registration.known
+            assert self.decode.registration.known
+            self.delivered.clear()
 
     def _add_worker(
         self, directory: Path, instance: str, role: Role, decode_model: FakeModel

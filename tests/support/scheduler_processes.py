@@ -46,6 +46,16 @@ class Answer:
     closed: dict[str, LegClosed] = field(default_factory=dict[str, LegClosed])
 
     @property
+    def endings(self) -> set[str]:
+        """ "completed", or outcome, reason and message, of every leg."""
+        return {
+            leg.outcome
+            if leg.outcome == "completed"
+            else f"{leg.instance} {leg.outcome} {leg.reason}: {leg.message}"
+            for leg in self.closed.values()
+        }
+
+    @property
     def tokens(self) -> list[int]:
         return [self.token_at[index] for index in range(len(self.token_at))]
 
@@ -74,8 +84,14 @@ class Processes:
         return ("worker-0",) if colocated else ("prefill-0", "decode-0")
 
     def start(self) -> None:
-        """Start all processes and wait until each worker's heart beats."""
-        instances = self.legs if self.settings.mode == COLOCATED else ("transfer-0", *self.legs)
+        """Start all processes and wait until each one's heart beats."""
+        if self.settings.mode != COLOCATED:
+            self.start_some("transfer-0")
+        self.start_some(*self.legs)
+        self.wait_until(lambda: set(self._children) <= set(self.peers), START_S)
+
+    def start_some(self, *instances: str) -> None:
+        """Start these processes."""
         for instance in instances:
             role = instance.rpartition("-")[0]
             config = ProcessConfig(
@@ -99,7 +115,6 @@ class Processes:
                     stdin=subprocess.DEVNULL,
                     stderr=log,
                 )
-        self.wait_until(lambda: set(instances) <= set(self.peers), START_S)
 
     def send_signal(self, instance: str, number: signal.Signals) -> None:
         self._children[instance].send_signal(number)
@@ -248,7 +263,9 @@ class Processes:
 
 
 @contextlib.contextmanager
-def running_processes(run_dir: Path, **changes: object) -> Generator[Processes]:
+def running_processes(
+    run_dir: Path, *, start: bool = True, **changes: object
+) -> Generator[Processes]:
     """Processes of a small server without a model, ready; killed on leaving what still runs."""
     values: dict[str, object] = {
         "run_dir": str(run_dir),
@@ -265,7 +282,8 @@ def running_processes(run_dir: Path, **changes: object) -> Generator[Processes]:
     }
     processes = Processes(run_dir, msgspec.convert(values, Settings))
     try:
-        processes.start()
+        if start:
+            processes.start()
         yield processes
     finally:
         processes.close()

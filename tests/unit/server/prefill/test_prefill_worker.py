@@ -367,3 +367,41 @@ def test_pages_kept_out_of_use_are_asked_for_again(make_cluster: MakeCluster) ->
     cluster.run_for(5)
     assert cluster.prefill.quarantine.num_pages == cluster.decode.quarantine.num_pages == 0
     assert cluster.prefill.quarantine.num_handoffs_ever == 1
+
+
+def test_nothing_is_copied_before_the_transfer_knows_both_pools(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(registered=False)
+    cluster.transfer.silent = True  # not up yet
+    handoff_id = cluster.submit(prompt(9))
+    cluster.run_for(300)
+    assert [leg.state for leg in cluster.prefill.legs] == [PrefillState.BOOTSTRAP]
+    assert jobs(cluster) == []
+    waits = [r.values for r in cluster.marks(Role.DECODE) if r.mark is Mark.WAITING]
+    assert [wait[:2] for wait in waits] == [("decode.reserve", WaitReason.PEER_NOT_READY)]
+    cluster.transfer.silent = False
+    cluster.settle()
+    assert cluster.results[handoff_id].tokens == cluster.expected(prompt(9), 4)
+
+
+def test_registration_that_is_lost_is_sent_again(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(registered=False)
+    handoff_id = cluster.submit(prompt(9))
+    cluster.prefill.step(0)
+    cluster.channels.waiting["prefill-0", "transfer"].clear()
+    cluster.run_for(250)
+    assert cluster.prefill.registration.known
+    cluster.settle()
+    assert cluster.results[handoff_id].outcome("prefill-0") == "completed"
+
+
+def test_transfer_that_was_started_anew_costs_one_request_and_is_told_of_the_pools(
+    make_cluster: MakeCluster,
+) -> None:
+    cluster = make_cluster()
+    cluster.transfer.restart()
+    lost = cluster.submit(prompt(9))
+    cluster.settle()
+    assert cluster.results[lost].reason("decode-0") == "unknown_pool"
+    served = cluster.submit(prompt(9))
+    cluster.settle()
+    assert cluster.results[served].tokens == cluster.expected(prompt(9), 4)
