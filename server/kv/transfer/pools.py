@@ -5,6 +5,7 @@ Owns mappings and their replacement; knows nothing of copies' order or of peers.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,11 +19,16 @@ MAX_POOLS = 256
 
 @dataclass(slots=True)
 class MappedPool:
-    """A mapped pool. `replaced` is set when a later incarnation took its place: whoever still
-    works on it must stop."""
+    """A mapped pool.
+
+    address    where the mapping begins; valid until `replaced`
+    replaced   a later incarnation took its place, or the table was closed: whoever still works on
+               it must stop
+    """
 
     ref: PoolRef
     pool: KvPool
+    address: int
     replaced: bool = False
 
     @property
@@ -61,7 +67,8 @@ class PoolTable:
         if known is not None:
             known.replaced = True
             known.pool.close()
-        self._by_owner[ref.owner] = MappedPool(ref, pool)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(pool.memory))
+        self._by_owner[ref.owner] = MappedPool(ref, pool, address)
 
     def get(self, ref: PoolRef) -> MappedPool:
         """The pool that `ref` names. Raises TransferError for an unknown owner or incarnation."""

@@ -6,15 +6,11 @@ Owns the arithmetic; knows nothing of memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
-
-class Run(NamedTuple):
-    """`num_bytes` bytes from byte offset `source` of one pool to `destination` of another."""
-
-    source: int
-    destination: int
-    num_bytes: int
+Run: TypeAlias = tuple[int, int, int]
+"""Byte offset in the source pool, byte offset in the destination pool, number of bytes. A plain
+tuple: one is made for every scattered page."""
 
 
 def page_runs(
@@ -39,7 +35,7 @@ def page_runs(
             end += 1
         num_bytes = (end - position) * page_bytes
         for offset in range(0, num_bytes, limit):
-            yield Run(
+            yield (
                 source * page_bytes + offset,
                 destination * page_bytes + offset,
                 min(limit, num_bytes - offset),

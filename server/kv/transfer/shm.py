@@ -5,6 +5,7 @@ Owns the order and slicing of copies; knows nothing of marks or of who waits for
 
 from __future__ import annotations
 
+import ctypes
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,19 +27,19 @@ from server.kv.transfer.tombstones import Tombstones
 from server.kv.transfer.wakeup import Wakeup
 from server.wire.messages import PoolRef
 
-PIECE_BYTES = 1024 * 1024  # one memory copy; the interpreter lock is held for it
 STEP_BYTES = 8 * 1024 * 1024  # per call of poll, so that messages are read in between
 
 
 @dataclass(slots=True)
 class _Active:
-    """A copy under way. `runs` are those still to be done."""
+    """A copy under way. `runs` are those still to be done, of `remaining` bytes."""
 
     copy: PageCopy
     source: MappedPool
     destination: MappedPool
     runs: Iterator[Run]
     num_bytes: int
+    remaining: int
 
 
 class ShmTransfer:
@@ -69,7 +70,7 @@ class ShmTransfer:
 
     def poll(self, timeout_s: float) -> list[TransferEvent]:
         if self._active:
-            self._wakeup.clear()
+            # A wake-up stays set meanwhile; the next wait without copies returns at once for it.
             self._advance()
         elif not self._events:
             self._wakeup.wait(timeout_s)
@@ -111,9 +112,10 @@ class ShmTransfer:
             source=source,
             destination=destination,
             runs=page_runs(
-                copy.source_pages, copy.destination_pages, page_bytes, max_bytes=PIECE_BYTES
+                copy.source_pages, copy.destination_pages, page_bytes, max_bytes=STEP_BYTES
             ),
             num_bytes=len(copy.source_pages) * page_bytes,
+            remaining=len(copy.source_pages) * page_bytes,
         )
 
     def _advance(self) -> None:
@@ -123,8 +125,8 @@ class ShmTransfer:
             if active.source.replaced or active.destination.replaced:
                 self._end(active, _failed(active.copy, _replaced(active)))
                 continue
-            run = next(active.runs, None)
-            if run is None:
+            budget -= _copy_runs(active, budget)
+            if not active.remaining:
                 self._end(
                     active,
                     Copied(
@@ -134,16 +136,26 @@ class ShmTransfer:
                         finished_ns=self._clock.monotonic_ns(),
                     ),
                 )
-                continue
-            source, destination, num_bytes = run
-            active.destination.memory[destination : destination + num_bytes] = active.source.memory[
-                source : source + num_bytes
-            ]
-            budget -= num_bytes
 
     def _end(self, active: _Active, event: TransferEvent) -> None:
         del self._active[active.copy.handoff_id]
         self._events.append(event)
+
+
+def _copy_runs(active: _Active, budget: int) -> int:
+    """Copy whole runs until `budget` bytes are used up or none is left; the bytes copied."""
+    # memmove rather than slices of the mappings: it lets go of the interpreter lock, so that the
+    # inbox's thread stamps arrivals in time. The pages were checked against both pools' sizes.
+    memmove = ctypes.memmove
+    destination, source = active.destination.address, active.source.address
+    num_bytes = 0
+    for from_offset, to_offset, run_bytes in active.runs:
+        memmove(destination + to_offset, source + from_offset, run_bytes)
+        num_bytes += run_bytes
+        if num_bytes >= budget:
+            break
+    active.remaining -= num_bytes
+    return num_bytes
 
 
 def _replaced(active: _Active) -> TransferError:

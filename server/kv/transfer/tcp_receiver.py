@@ -148,8 +148,8 @@ class Receiver:
             self._mapped = mapped
             pages = header.pages
             self._runs = (
-                (run.destination, run.num_bytes)
-                for run in page_runs(pages, pages, header.layout.page_bytes)
+                (offset, run_bytes)
+                for _, offset, run_bytes in page_runs(pages, pages, header.layout.page_bytes)
             )
             self._run = next(self._runs)
         except TransferError as error:

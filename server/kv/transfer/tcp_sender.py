@@ -15,7 +15,7 @@ import socket
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from server.kv.transfer.base import Copied, Failed, PageCopy, Reason, TransferError, TransferEvent
 from server.kv.transfer.pools import MappedPool
@@ -54,7 +54,7 @@ class Outgoing:
     head: memoryview
     runs: Iterator[Run]
     num_bytes: int
-    run: Run = field(default=Run(0, 0, 0))
+    run: Run = (0, 0, 0)
     sent: int = 0
     crc32: int = 0
     poison: TransferError | None = None
@@ -248,7 +248,7 @@ class Sender:
                 item.started = True
                 item.head = item.head[connection.send(item.head) :]
             while item.sent < item.num_bytes and budget > 0:
-                if not item.run.num_bytes:
+                if not item.run[2]:
                     item.run = next(item.runs)
                 offset, _, run_bytes = item.run
                 if item.poison is None and item.source.replaced:
@@ -262,7 +262,7 @@ class Sender:
                     view = _ZEROS[:run_bytes]
                 num_bytes = connection.send(view)
                 item.crc32 = zlib.crc32(view[:num_bytes], item.crc32)
-                item.run = Run(offset + num_bytes, 0, run_bytes - num_bytes)
+                item.run = (offset + num_bytes, 0, run_bytes - num_bytes)
                 item.sent += num_bytes
                 budget -= num_bytes
         except BlockingIOError:

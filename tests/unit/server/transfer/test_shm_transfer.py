@@ -20,9 +20,8 @@ ALL = list(range(NUM_PAGES))
 
 @pytest.fixture
 def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShmHarness]:
-    """Copies a page and a half per memory copy and two pages per poll."""
-    monkeypatch.setattr(shm, "PIECE_BYTES", PAGE + PAGE // 2)
-    monkeypatch.setattr(shm, "STEP_BYTES", 2 * PAGE)
+    """Copies a page and a half per poll."""
+    monkeypatch.setattr(shm, "STEP_BYTES", PAGE + PAGE // 2)
     harness = ShmHarness(tmp_path)
     yield harness
     harness.close()

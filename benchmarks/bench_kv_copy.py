@@ -1,0 +1,205 @@
+"""How fast do KV pages move, against a plain memory copy of the same bytes?
+
+    python benchmarks/bench_kv_copy.py [--json] [--rounds N] [--mib 1,8,64]
+
+Both pools lie in shared memory and are mapped as the transfer process maps them. Each round copies
+the same bytes in every way, in an order drawn anew: with one memcpy from pool to pool, with the
+shared-memory transfer (pages in a row, and every page somewhere else), and with the TCP transfer to
+a second process on loopback, which verifies and confirms. A copy is timed from `submit` to its
+`Copied` event. Ratios are memcpy's time over the transfer's: the median of those taken within one
+round, so that a busy machine slows both alike, and best round against best round. With --json the
+last line is an object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import multiprocessing
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from server.kv.layout import KvLayout
+from server.kv.pool import KvPool, PoolDescriptor
+from server.kv.transfer.base import Copied, KvTransfer, PageCopy
+from server.kv.transfer.shm import ShmTransfer
+from server.kv.transfer.tcp import TcpTransfer
+from server.wire.messages import PoolRef
+
+LAYOUT = KvLayout(num_layers=8, num_kv_heads=2, head_dim=64, page_size=8, dtype="float32")
+MIB = 2**20
+SOURCE = PoolRef(owner="prefill-0", incarnation="1")
+DESTINATION = PoolRef(owner="decode-0", incarnation="1")
+MIN_SECONDS = 0.01  # per way and round: small copies are repeated
+
+
+@dataclass(slots=True)
+class Way:
+    """A way to copy. `seconds` per copy, one for each round."""
+
+    name: str
+    copy: Callable[[], object]
+    seconds: list[float] = field(default_factory=list[float])
+
+    def run(self, repeats: int) -> None:
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            self.copy()
+        self.seconds.append((time.perf_counter() - begin) / repeats)
+
+
+def address_of(pool: KvPool) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(pool.memory))
+
+
+def transfer_way(
+    name: str,
+    transfer: KvTransfer,
+    source_pages: Sequence[int],
+    destination_pages: Sequence[int],
+    address: str | None = None,
+) -> Way:
+    count = 0
+
+    def copy() -> None:
+        nonlocal count
+        count += 1
+        transfer.submit(
+            PageCopy(
+                handoff_id=f"{name}-{count}",
+                index=0,
+                source=SOURCE,
+                source_pages=source_pages,
+                destination=DESTINATION,
+                destination_pages=destination_pages,
+                address=address,
+            )
+        )
+        events = transfer.poll(1.0)
+        while not events:
+            events = transfer.poll(1.0)
+        assert isinstance(events[0], Copied), f"{name}: {events[0]}"
+
+    return Way(name, copy)
+
+
+def receive(pool: PoolDescriptor, pipe: Connection) -> None:
+    """The destination host's transfer process, until `pipe` says stop."""
+    transfer = TcpTransfer("127.0.0.1:0")
+    transfer.register(DESTINATION, pool)
+    pipe.send(transfer.address)
+    while not pipe.poll():
+        transfer.poll(0.2)
+    transfer.close()
+
+
+@contextmanager
+def receiver(pool: PoolDescriptor) -> Generator[str]:
+    """A receiving process; yields its address."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=receive, args=(pool, theirs))
+    process.start()
+    yield ours.recv()
+    ours.send(None)
+    process.join(10)
+
+
+def measure(num_bytes: int, rounds: int) -> list[Way]:
+    num_pages = num_bytes // LAYOUT.page_bytes
+    pages = list(range(num_pages))
+    shuffled = random.Random(1).sample(pages, num_pages)
+    memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as directory:
+        source, destination = (
+            KvPool.create(
+                Path(directory, ref.owner), owner=ref.owner, layout=LAYOUT, num_pages=num_pages
+            )
+            for ref in (SOURCE, DESTINATION)
+        )
+        source.memory[:] = os.urandom(MIB) * (num_bytes // MIB)
+        shm, tcp = ShmTransfer(), TcpTransfer("127.0.0.1:0")
+        for transfer in (shm, tcp):
+            transfer.register(SOURCE, source.descriptor)
+        shm.register(DESTINATION, destination.descriptor)
+        to, origin = address_of(destination), address_of(source)
+        with receiver(destination.descriptor) as address:
+            ways = [
+                Way("memcpy", lambda: ctypes.memmove(to, origin, num_bytes)),
+                transfer_way("shm, pages in a row", shm, pages, pages),
+                transfer_way("shm, pages scattered", shm, pages, shuffled),
+                transfer_way("tcp, pages in a row", tcp, pages, pages, address),
+            ]
+            for way in ways:  # page tables, connection, TCP windows
+                way.copy()
+            started = time.perf_counter()
+            ways[0].copy()
+            repeats = max(1, round(MIN_SECONDS / (time.perf_counter() - started)))
+            for _ in range(rounds):
+                for way in random.sample(ways, len(ways)):
+                    way.run(repeats)
+            for way in (ways[1], ways[3]):
+                destination.memory[:] = bytes(num_bytes)
+                way.copy()
+                assert source.memory == destination.memory, f"{way.name}: other bytes arrived"
+        shm.close()
+        tcp.close()
+        source.close()
+        destination.close()
+    return ways
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="an object as the last line")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--mib", default="1,8,64", help="sizes in MiB, separated by commas")
+    options = parser.parse_args()
+    results: list[dict[str, object]] = []
+    print(f"{'size':>8}  {'way':<22} {'GB/s':>6}  {'of memcpy':>9}  {'best to best':>12}")
+    for mib in (int(part) for part in options.mib.split(",")):
+        ways = measure(mib * MIB, options.rounds)
+        base = ways[0]
+        for way in ways:
+            ratios = [b / w for b, w in zip(base.seconds, way.seconds, strict=True)]
+            rate = mib * MIB / statistics.median(way.seconds) / 1e9
+            ratio = statistics.median(ratios)
+            best = min(base.seconds) / min(way.seconds)
+            print(f"{mib:>4} MiB  {way.name:<22} {rate:>6.2f}  {ratio:>9.0%}  {best:>12.0%}")
+            results.append(
+                {
+                    "mib": mib,
+                    "way": way.name,
+                    "gb_per_s": round(rate, 3),
+                    "of_memcpy": round(ratio, 3),
+                    "of_memcpy_rounds": [round(value, 3) for value in ratios],
+                    "best_of_best_memcpy": round(best, 3),
+                }
+            )
+    if options.json:
+        print(
+            json.dumps(
+                {
+                    "benchmark": "kv_copy",
+                    "machine": platform.processor() or platform.machine(),
+                    "cpus": os.cpu_count(),
+                    "page_bytes": LAYOUT.page_bytes,
+                    "rounds": options.rounds,
+                    "results": results,
+                }
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()
