@@ -183,7 +183,8 @@ def print_report(report: Report, run_dir: Path, console: Console) -> None:
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     if problems and load > 1.5:
         console.print(
-            f"This machine was busy (load {load:.1f} per core): stalls of its own may be among these.",
+            f"This machine was busy (load {load:.1f} per core): stalls of its own may be among "
+            "these.",
             soft_wrap=True,
         )
     shown = run_dir if run_dir.is_absolute() else run_dir.as_posix()
