@@ -100,6 +100,7 @@ def test_request_too_large_for_decode_is_refused_at_once_on_both_legs(pd: Proces
 def test_transfer_that_hangs_times_out_and_serving_goes_on_when_it_wakes(tmp_path: Path) -> None:
     deadlines = {"transfer_s": 0.5, "await_kv_s": 0.8, "drain_s": 0.4}
     with running_processes(tmp_path, deadlines=deadlines) as processes:
+        processes.wait_closed(processes.submit(prompt(3)))  # the pools are registered
         processes.send_signal("transfer-0", signal.SIGSTOP)
         stuck = processes.submit(prompt(20))
         processes.wait_closed(stuck)
