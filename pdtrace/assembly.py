@@ -110,6 +110,7 @@ class _Assembly:
             for stage in _SIDE[self.mode]:
                 self._draft_side(stage, attempt)
         self._draft_answer()
+        self._end_with_the_attempt()
         for attempt in self.evidence.attempts.values():
             self._land_attributes(attempt)
             self._attach_waits(attempt)
@@ -165,6 +166,19 @@ class _Assembly:
         ]
         if ends and max(ends) < completed.t_ns:
             self._draft(stage, last, completed.leg, max(ends), completed.t_ns)
+
+    def _end_with_the_attempt(self) -> None:
+        """What runs beside the chain must not be the attempt's child that ends last: Jaeger's
+        critical path would follow it in place of the chain. An answer in one piece leaves after
+        the attempt, so there the first token's way is such a span too."""
+        for (number, name), drafts in self.drafts.items():
+            end = self.evidence.attempts[number].end
+            ends_with_answer = STAGE_BY_NAME[name].end is Mark.FIRST_TOKEN_SENT
+            if name in self.chain_names and not (ends_with_answer and not self.evidence.streams):
+                continue
+            for draft in drafts:
+                draft.gap_ns = SIDE_GAP_NS
+                draft.shown_until_ns = end.t_ns
 
     def _owner(self, stage: Stage, end: End) -> Leg:
         """The process that would have recorded the end mark, where it recorded anything."""

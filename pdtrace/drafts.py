@@ -31,6 +31,8 @@ class Draft:
     begin_ns: int
     end_ns: int
     gap_ns: int
+    shown_until_ns: int | None = None
+    """Where the exported span ends at the latest; its exact end is recorded all the same."""
     kind: SpanKind = SpanKind.INTERNAL
     attributes: dict[str, AttrValue] = field(default_factory=dict[str, AttrValue])
     events: list[Event] = field(default_factory=list[Event])
@@ -54,7 +56,10 @@ class Draft:
         """The finished span: in wall time, aligned to microseconds."""
         offset_ns = anchor.wall_ns - anchor.monotonic_ns
         start_ns = max(self.begin_ns + offset_ns, 0) // 1_000 * 1_000
-        end_ns = max(self.end_ns + offset_ns, 0) // 1_000 * 1_000 - self.gap_ns
+        shown_ns = self.end_ns
+        if self.shown_until_ns is not None:
+            shown_ns = min(shown_ns, self.shown_until_ns)
+        end_ns = max(shown_ns + offset_ns, 0) // 1_000 * 1_000 - self.gap_ns
         self.attributes[a.BEGIN_NS.key] = self.begin_ns
         self.attributes[a.END_NS.key] = self.end_ns
         return Span(

@@ -14,10 +14,11 @@ from pdtrace import Gauge, RingReader, Role, scan_rings
 from pdtrace import semconv as a
 from pdtrace.sources import Recording, read_source
 from pdtrace.spans import Span, Trace
-from pdtrace.stages import Outcome
+from pdtrace.stages import CHAINS, Outcome
 from pdtrace.timeline import Timeline, build_timelines
 from tests.integration.conftest import FAST_FAKE
 from tests.support.completions import Answer, Ask, ask, ask_all
+from tests.support.jaeger_critical_path import critical_path
 from tests.support.server import running_server
 
 pytestmark = pytest.mark.server
@@ -98,6 +99,23 @@ def test_every_request_partitions_exactly(timelines: dict[str, Timeline]) -> Non
         assert all(part.ns >= 0 for part in timeline.parts), name
         assert sum(part.ns for part in timeline.parts) == timeline.total_ns, name
         assert timeline.violations == (), name
+
+
+def test_jaegers_critical_path_is_the_chain(
+    recording: Recording, timelines: dict[str, Timeline]
+) -> None:
+    by_trace = {t.trace_id: t for t in timelines.values() if t.outcome is Outcome.COMPLETED}
+    for trace in recording.traces:
+        timeline = by_trace.get(trace.trace_id)
+        if timeline is None or timeline.attempts > 1:
+            continue
+        on_path = {name for name, _, _ in critical_path(trace.spans)}
+        chain = {stage.name for stage in CHAINS[timeline.mode]}
+        seen = {s.name for s in trace.spans if s.name in chain and s.end_ns - s.start_ns >= 1_000}
+        # The first token travels beside generation: the longer of the two is on the path.
+        beside = {"hop.token", "decode.generate"}
+        assert seen - beside <= on_path, timeline.request_id
+        assert beside & on_path, timeline.request_id
 
 
 def test_unexplained_time_is_below_one_percent(timelines: dict[str, Timeline]) -> None:
