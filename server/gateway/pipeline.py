@@ -308,7 +308,7 @@ class Gateway:
 
     async def _relay(self, call: Call, attempt: Attempt, output: OutputStream) -> None:
         """Tokens to the client until the last one is there. Raises what ended them before."""
-        while output.finish_reason is None:
+        while output.finish_reason is None or self._decode_is_behind(attempt, output):
             text = ""
             failure: RequestError | None = None
             events = await call.mailbox.take()
@@ -330,6 +330,14 @@ class Gateway:
                     call.wrote(time.monotonic_ns(), self.metrics)
             if failure is not None:
                 raise failure
+
+    def _decode_is_behind(self, attempt: Attempt, output: OutputStream) -> bool:
+        """Whether the answer ended with prefill's token and decode does not know it yet.
+
+        It is still part of the request: it waits for the KV, and must not run past the end.
+        """
+        forwarded = self.mode is Mode.PD_EARLY and output.num_tokens <= 1
+        return forwarded and attempt.choice.decode.peer.instance in attempt.open_legs
 
     async def _finish(self, call: Call, attempt: Attempt, output: OutputStream) -> None:
         await self._hold(call, "gateway.finish")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from pathlib import Path
 
 import pytest
 from openai import AsyncOpenAI
 
+from pdtrace.ring.records import MarkRecord
 from pdtrace.stages import Mark, Outcome
 from server.wire.messages import ColocatedRequest, DecodeRequest, PrefillRequest
 from tests.support.gateway_doubles import (
@@ -159,6 +161,38 @@ async def test_prefill_forwards_the_first_token_in_early_mode(
         (tokenized,) = g.marks(Mark.TOKENIZED)
     assert response.json()["choices"][0]["text"] == "ABC"
     assert tokenized[-1] == "pd_early"
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop"), [("length", None), (None, "A")], ids=["length", "stop string"]
+)
+async def test_answer_that_ends_with_the_forwarded_token_waits_for_decode(
+    tmp_path: Path, finish: str | None, stop: str | None
+) -> None:
+    finished_ns: list[int] = []
+
+    async def forward(leg: LegDouble) -> None:
+        leg.say(b"A", finish=finish)
+        leg.close()
+
+    async def land(leg: LegDouble) -> None:
+        await asyncio.sleep(0.2)
+        finished_ns.append(time.monotonic_ns())
+        leg.close()
+
+    async with gateway_under_test(
+        tmp_path, prefill_script=forward, decode_script=land, first_token="prefill"
+    ) as g:
+        response = await g.complete(max_tokens=1, stop=stop)
+        (completed,) = [
+            record.t_ns
+            for record in g.records()
+            if isinstance(record, MarkRecord) and record.mark is Mark.COMPLETED
+        ]
+    (choice,) = response.json()["choices"]
+    assert choice["text"] == ("" if stop else "A")
+    assert choice["finish_reason"] == ("stop" if stop else finish)
+    assert completed > finished_ns[0]
 
 
 async def test_colocated_worker_gets_one_message(tmp_path: Path) -> None:
