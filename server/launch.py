@@ -42,6 +42,7 @@ STATE_VERSION = 1
 _POLL_S = 0.1
 _STOP_S = 10.0
 _AGENT_STOP_S = 20.0
+_AGENT_RESTART_S = (1.0, 60.0)  # first and longest pause before a dead agent is started again
 _STOP_ORDER = (("gateway",), ("prefill", "decode", "worker"), ("transfer",), (AGENT,))
 
 logger = logging.getLogger(__name__)
@@ -221,6 +222,8 @@ class Launcher:
     children: list[Child] = field(default_factory=list[Child])
     started_at: float = field(default_factory=time.time)
     _signals: int = 0
+    _agent_pause_s: float = _AGENT_RESTART_S[0]
+    _agent_due_s: float | None = None
     _plan: list[ProcessConfig] = field(default_factory=list[ProcessConfig])
 
     @classmethod
@@ -278,19 +281,9 @@ class Launcher:
         )
         if self.settings.record:
             self._plan.insert(0, agent_config(self.settings, endpoint=self.run_dir.endpoint))
-        environment = thread_limits(self.settings.threads)
         for config in self._plan:
-            path = self.run_dir.config(config.instance)
-            _write_private(path, msgspec.json.encode(config))
-            child = children.spawn(
-                instance=config.instance,
-                role=config.role,
-                config=path,
-                log=self.run_dir.log(config.instance),
-                environment=environment,
-                pass_fds=[] if config.http_fd is None else [config.http_fd],
-            )
-            self.children.append(child)
+            _write_private(self.run_dir.config(config.instance), msgspec.json.encode(config))
+            self.children.append(self._spawn(config))
         # While a copy stays open here, connections would be accepted after the gateway's death.
         self.listener.close()
         self._write_state()
@@ -320,11 +313,19 @@ class Launcher:
         return False
 
     def watch(self) -> None:
-        """Return when a stop is asked for. Raises ServerCrashedError when a process ends before."""
+        """Return when a stop is asked for. Raises ServerCrashedError when a process ends before.
+
+        An agent that ends is started again: it goes on where the last one stopped, and serving
+        does not depend on it.
+        """
         while not self.stop_requested:
-            exited = children.first_exited(self.children)
+            serving = [child for child in self.children if child.role != AGENT]
+            exited = children.first_exited(serving)
             if exited is not None:
                 raise ServerCrashedError(explain_crash(exited))
+            agent = next((child for child in self.children if child.role == AGENT), None)
+            if agent is not None and agent.exit_code is not None:
+                self._restart_agent(agent)
             time.sleep(_POLL_S)
 
     def stop(self) -> list[Child]:
@@ -375,6 +376,33 @@ class Launcher:
             ready=ready,
             stopped_at=stopped_at,
         )
+
+    def _spawn(self, config: ProcessConfig) -> Child:
+        return children.spawn(
+            instance=config.instance,
+            role=config.role,
+            config=self.run_dir.config(config.instance),
+            log=self.run_dir.log(config.instance),
+            environment=thread_limits(self.settings.threads),
+            pass_fds=[] if config.http_fd is None else [config.http_fd],
+        )
+
+    def _restart_agent(self, ended: Child) -> None:
+        now_s = time.monotonic()
+        if self._agent_due_s is None:
+            print(
+                f"warning: {ended.describe_exit()}; recording goes on, the agent is started again "
+                f"in {self._agent_pause_s:.0f} s (log: {ended.log})",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._agent_due_s = now_s + self._agent_pause_s
+            self._agent_pause_s = min(self._agent_pause_s * 2, _AGENT_RESTART_S[1])
+        elif now_s >= self._agent_due_s:
+            self._agent_due_s = None
+            index = self.children.index(ended)
+            self.children[index] = self._spawn(self._plan[index])
+            self._write_state(ready=True)
 
     def _write_state(self, *, ready: bool = False, stopped_at: float | None = None) -> None:
         state = msgspec.to_builtins(self.state(ready=ready, stopped_at=stopped_at))

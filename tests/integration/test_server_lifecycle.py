@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from pdtrace.sources import read_source
+from pdtrace.timeline import build_timelines
 from tests.support.completions import Ask, ask
 from tests.support.server import ROOT, is_running, running_server
 
@@ -73,6 +75,27 @@ def test_a_process_that_dies_stops_the_server_with_its_name(tmp_path: Path, inst
         assert not [pid for pid in server.pids if is_running(pid)]
     errors = (tmp_path / "run.stderr").read_text()
     assert f"{instance} (pid {server.pid(instance)}) was killed by SIGKILL" in errors
+
+
+def test_an_agent_that_dies_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
+    with running_server(tmp_path / "run") as server:
+        assert ask(server, Ask(request_id="before")).status == 200
+        os.kill(server.pid("agent"), signal.SIGKILL)
+        assert ask(server, Ask(request_id="without-agent")).status == 200
+        state = tmp_path / "run" / "server.json"
+        assert wait_until(
+            lambda: (
+                not any(
+                    p["pid"] == server.pid("agent")
+                    for p in json.loads(state.read_text())["processes"]
+                )
+            )
+        )
+        assert ask(server, Ask(request_id="after")).status == 200
+        assert server.stop() == 0
+    found = {t.request_id for t in build_timelines(read_source(tmp_path / "run").traces)}
+    assert found == {"before", "without-agent", "after"}
+    assert "agent (pid " in (tmp_path / "run.stderr").read_text()
 
 
 def test_no_process_outlives_a_killed_launcher(tmp_path: Path) -> None:
