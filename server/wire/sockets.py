@@ -363,7 +363,11 @@ class Outbox:
         num_refused = self.counters.refused.get(endpoint, 0) + 1
         self.counters.refused[endpoint] = num_refused
         if num_refused == 1:
-            _logger.warning("message for %s refused: its queue is full or it is gone", endpoint)
+            # A lost peer is everyday business (a stop, a restart); a full queue is not.
+            if self._peers[endpoint].connected is False:
+                _logger.info("message for %s refused: the connection is lost", endpoint)
+            else:
+                _logger.warning("message for %s refused: its queue is full", endpoint)
         return False
 
     def _require_owner(self) -> None:
