@@ -10,8 +10,8 @@ a second process on loopback, which verifies and confirms. A copy is timed from 
 
 Ratios are memcpy's time over the transfer's: the median of those taken within one round, and best
 round against best round. Where the calling thread does all the work (memcpy, shared memory) they
-compare its CPU time, so that waiting for a core on a busy machine does not count; for TCP, where two
-processes work, elapsed time. GB/s is by elapsed time. With --json the last line is an object.
+compare its CPU time, so that waiting for a core on a busy machine does not count; for TCP, where
+two processes work, elapsed time. GB/s is by elapsed time. With --json the last line is an object.
 """
 
 from __future__ import annotations
