@@ -265,7 +265,7 @@ class Launcher:
         return self._signals > 0
 
     def catch_signals(self) -> None:
-        """SIGINT, SIGTERM and SIGHUP ask for a stop; a second one kills what is left."""
+        """SIGINT, SIGTERM and SIGHUP ask for a stop; a second one hurries it, see `stop`."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
 
@@ -329,17 +329,24 @@ class Launcher:
             time.sleep(_POLL_S)
 
     def stop(self) -> list[Child]:
-        """Stop every process in order, each within a bound. Returns those that had to be killed."""
+        """Stop every process in order, each within a bound. Returns those that had to be killed.
+
+        Another signal meanwhile kills those that serve; the agent, which has their marks to
+        export, is killed by the signal after it.
+        """
         killed: list[Child] = []
         already = self._signals
         for roles in _STOP_ORDER:
+            more = 1 if AGENT in roles else 0
             group = [child for child in self.children if child.role in roles]
             if "gateway" in roles:
                 timeout_s = self.settings.deadlines.drain_s + _STOP_S
             else:
                 timeout_s = _AGENT_STOP_S if AGENT in roles else _STOP_S
             killed += children.stop(
-                group, timeout_s=timeout_s, hurry=lambda: self._signals > already
+                group,
+                timeout_s=timeout_s,
+                hurry=lambda enough=already + more: self._signals > enough,
             )
         return killed
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pdtrace.sources import read_source
+from pdtrace.stages import Outcome
 from pdtrace.timeline import build_timelines
 from tests.support.completions import Ask, ask
 from tests.support.server import ROOT, is_running, running_server
@@ -119,6 +120,32 @@ def test_stop_does_not_wait_for_a_stopped_process(tmp_path: Path) -> None:
         os.kill(server.pid("decode-0"), signal.SIGSTOP)
         assert server.stop() == 0
         assert not [pid for pid in server.pids if is_running(pid)]
+
+
+def test_a_second_signal_stops_at_once_and_keeps_what_was_recorded(tmp_path: Path) -> None:
+    body = {"model": "fake", "prompt": "hi", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+    with running_server(tmp_path / "run", model="fake:step_ms=20") as server:
+        with (
+            server.client() as client,
+            client.stream(
+                "POST", "/v1/completions", json=body, headers={"X-Request-Id": "cut-off"}
+            ) as answer,
+        ):
+            lines = answer.iter_lines()  # kept: an iterator that goes closes the connection
+            assert next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            assert wait_until(lambda: client.get("/ready").status_code == 503)
+            second = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(timeout=30) == 0
+            assert time.monotonic() - second < server.state["settings"]["deadlines"]["drain_s"]
+        assert not [pid for pid in server.pids if is_running(pid)]
+    (timeline,) = [
+        t
+        for t in build_timelines(read_source(tmp_path / "run").traces)
+        if t.request_id == "cut-off"
+    ]
+    assert timeline.outcome is Outcome.LOST
 
 
 def test_server_without_recording_serves_and_leaves_no_rings(tmp_path: Path) -> None:
