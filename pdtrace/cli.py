@@ -9,6 +9,7 @@ Exit codes: 0 done; 1 `check` found violations; 2 bad input or usage; 70 a fault
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import logging
@@ -40,6 +41,7 @@ EXIT_INTERRUPTED = 130
 
 _PIPE_WIDTH = 100
 _MAX_CANDIDATES = 10
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 _P = ParamSpec("_P")
 
 app = typer.Typer(
@@ -90,17 +92,25 @@ def _guarded(command: Callable[_P, int]) -> Callable[_P, None]:
         except typer.Exit:
             raise
         except Exception as error:
-            # The process's outermost boundary: a fault of ours is one line, with a way to see more.
-            if os.environ.get("PDTRACE_DEBUG"):
-                traceback.print_exc()
-            _complain(
-                f"internal error: {type(error).__name__}: {error} "
-                "(a fault of pdtrace; PDTRACE_DEBUG=1 shows where)"
-            )
-            code = EXIT_FAULT
+            code = _fault(error)
         raise typer.Exit(code)
 
     return run
+
+
+def _fault(error: Exception) -> int:
+    """The process's outermost boundary: a fault of ours is one line, with a way to see more."""
+    if os.environ.get("PDTRACE_DEBUG"):
+        traceback.print_exc()
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        _complain(f"cannot write the output: {error.strerror}")
+        _reader_left()
+        return EXIT_BAD_INPUT
+    _complain(
+        f"internal error: {type(error).__name__}: {error} "
+        "(a fault of pdtrace; PDTRACE_DEBUG=1 shows where)"
+    )
+    return EXIT_FAULT
 
 
 def _complain(message: str) -> None:
@@ -137,7 +147,7 @@ def why(
         str | None,
         typer.Argument(
             metavar="ID",
-            help="Request id or trace id; a beginning is enough if it is unique. "
+            help="Request id, trace id or root span id; a beginning is enough if it is unique. "
             "Default: the slowest request.",
             show_default=False,
         ),
@@ -175,6 +185,7 @@ def _find(timelines: Sequence[Timeline], wanted: str) -> Timeline:
     padded = wanted.lower().removeprefix("0x").zfill(32)
     tests: tuple[Callable[[Timeline], bool], ...] = (
         lambda t: t.request_id == wanted,
+        lambda t: t.root_id == wanted.lower(),
         lambda t: t.trace_id == padded,
         lambda t: (
             (t.request_id or "").startswith(wanted)
@@ -192,13 +203,17 @@ def _find(timelines: Sequence[Timeline], wanted: str) -> Timeline:
 
 
 def _ambiguous(wanted: str, found: Sequence[Timeline]) -> NoReturn:
+    share_a_trace = len({t.trace_id for t in found}) < len(found)
     lines = [
-        f"  {t.request_id or '(no request id)'}  trace {t.trace_id}  {seconds_text(t.total_ns)}"
+        f"  {t.request_id or '(no request id)'}  trace {t.trace_id}"
+        + (f"  root span {t.root_id}" if share_a_trace else "")
+        + f"  {seconds_text(t.total_ns)}"
         for t in found[:_MAX_CANDIDATES]
     ]
     if len(found) > _MAX_CANDIDATES:
         lines.append(f"  and {len(found) - _MAX_CANDIDATES} more")
-    _complain(f"{wanted!r} names {len(found)} requests; give a longer id or a trace id:")
+    other = "the id of a root span" if share_a_trace else "a trace id"
+    _complain(f"{wanted!r} names {len(found)} requests; give a longer id or {other}:")
     for line in lines:
         print(clean(line), file=sys.stderr)
     raise typer.Exit(EXIT_BAD_INPUT)
@@ -210,7 +225,7 @@ def _print_why(
     console, ascii_only = _console()
     notes = recording.problems.sentences()
     if len(pairs) > 1:
-        console.print(summary_table(pairs, ascii_only=ascii_only))
+        console.print(summary_table(pairs, width=console.width, ascii_only=ascii_only))
         console.print(Text())
     for position, (timeline, verdict) in enumerate(pairs):
         if position:
@@ -308,5 +323,5 @@ def _print_json(document: dict[str, Any]) -> None:
 
 
 def _reader_left() -> None:
-    """The reader of a pipe has seen enough: what is still written goes nowhere."""
+    """The reader of a pipe has seen enough, or is full: what is still written goes nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -222,4 +222,7 @@ def _enum(value: object, names: Mapping[str, int]) -> int:
 def _nanoseconds(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"{value!r} is no time")  # noqa: TRY004 - a matter of values
-    return int(value)
+    time_ns = int(value)
+    if not 0 <= time_ns < 2**64:
+        raise ValueError(f"{value!r} is no time: it does not fit 64 bits")
+    return time_ns

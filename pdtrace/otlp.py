@@ -7,6 +7,7 @@ values are valid. Knows nothing of files, protobuf (`pdtrace.otlp_proto`) or the
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -33,10 +34,14 @@ FLAG_IS_REMOTE = 0x200
 
 _SMALL = 2**62
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+_TIME_MAX = 2**64 - 1
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_KINDS = {int(kind): kind for kind in SpanKind}
+_STATUSES = {int(code): code for code in StatusCode}
 _KIND_NAMES = {f"SPAN_KIND_{kind.name}": kind for kind in SpanKind}
 _STATUS_NAMES = {f"STATUS_CODE_{code.name}": code for code in StatusCode}
 
+_HEX = re.compile("[0-9a-f]+").fullmatch
 _encode_json = msgspec.json.Encoder().encode
 
 _MAX_ENCODED_RESOURCES = 1_000
@@ -243,14 +248,17 @@ def _decode_document(document: dict[str, Any]) -> Iterator[Span]:
 
 def _decode_span(span: dict[str, Any], resource: Resource) -> Span:
     status = span.get("status") or {}
+    start_ns, end_ns = int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])
+    if not (0 <= start_ns <= _TIME_MAX and 0 <= end_ns <= _TIME_MAX):
+        raise ValueError("a time does not fit 64 bits")
     return Span(
         trace_id=_hex(span["traceId"], 32),
         span_id=_hex(span["spanId"], 16),
         parent_id=_hex(span["parentSpanId"], 16) if span.get("parentSpanId") else None,
         name=str(span.get("name", "")),
-        kind=SpanKind(_enum(span.get("kind", 0), _KIND_NAMES)),
-        start_ns=int(span["startTimeUnixNano"]),
-        end_ns=int(span["endTimeUnixNano"]),
+        kind=_KINDS[_enum(span.get("kind", 0), _KIND_NAMES)],
+        start_ns=start_ns,
+        end_ns=end_ns,
         resource=resource,
         attributes=_decode_attributes(span.get("attributes")),
         events=tuple(
@@ -269,7 +277,7 @@ def _decode_span(span: dict[str, Any], resource: Resource) -> Span:
             )
             for link in span.get("links") or ()
         ),
-        status=StatusCode(_enum(status.get("code", 0), _STATUS_NAMES)),
+        status=_STATUSES[_enum(status.get("code", 0), _STATUS_NAMES)],
         status_message=str(status.get("message", "")),
         trace_state=str(span.get("traceState", "")),
     )
@@ -277,9 +285,8 @@ def _decode_span(span: dict[str, Any], resource: Resource) -> Span:
 
 def _hex(value: Any, digits: int) -> str:
     text = str(value).lower()
-    if len(text) != digits:
+    if len(text) != digits or not _HEX(text):
         raise ValueError(f"{value!r} does not have {digits} hex digits")
-    int(text, 16)
     return text
 
 
@@ -290,7 +297,14 @@ def _enum(value: Any, names: Mapping[str, int]) -> int:
 def _decode_attributes(encoded: Any) -> dict[str, AttrValue]:
     attributes: dict[str, AttrValue] = {}
     for item in encoded or ():
-        value = _decode_value(item.get("value") or {})
+        carried = item.get("value") or {}
+        # Nearly every value is text or an integer.
+        if "stringValue" in carried:
+            value = str(carried["stringValue"])
+        elif "intValue" in carried:
+            value = int(carried["intValue"])
+        else:
+            value = _decode_value(carried)
         if value is not None:
             attributes[str(item["key"])] = value
     return attributes

@@ -136,38 +136,73 @@ def place(trace: Trace) -> Placement:
 
 
 def split_requests(trace: Trace) -> tuple[Trace, ...]:
-    """Split a trace that holds several requests: a caller's `traceparent` may span many of them.
+    """Split a trace that holds several requests: a caller's `traceparent` may span many of them,
+    also tries of one request under one id.
 
-    Spans follow their root, those without one follow their request id. Roots that share a request
-    id stay together: that is a violation, not two requests. A trace without a root stays whole.
+    Spans follow their root, those without one follow their request id. Roots of one request id stay
+    together where one hangs below the other or has nothing below it: that is a violation, not two
+    requests. A trace without a root stays whole.
     """
     roots = [span for span in trace.spans if is_root(span)]
-    if len({_root_key(span) for span in roots}) < 2:
+    if len(roots) < 2:
         return (trace,)
     by_id = {span.span_id: span for span in trace.spans}
-    first = min(roots, key=lambda span: (span.start_ns, span.span_id))
-    groups: dict[str, list[Span]] = {_root_key(span): [] for span in roots}
+    leaders = _leaders(roots, trace.spans, by_id)
+    groups: dict[str, list[Span]] = {leaders[root.span_id]: [] for root in roots}
+    by_request: dict[str, list[Span]] = {}
+    for root in roots:
+        if leaders[root.span_id] == root.span_id:
+            by_request.setdefault(_root_key(root), []).append(root)
+    first = leaders[min(roots, key=lambda span: (span.start_ns, span.span_id)).span_id]
     for span in trace.spans:
         top = _root_above(span, by_id)
-        key = _root_key(top) if top else text(span.attributes, a.REQUEST_ID)
-        if key not in groups:
-            if stage_of(span) is None and not is_attempt(span):
-                continue  # the caller's own span
-            key = _root_key(first)
+        if top is not None:
+            key = leaders[top.span_id]
+        elif tries := by_request.get(text(span.attributes, a.REQUEST_ID) or ""):
+            begun = [root for root in tries if root.start_ns <= span.start_ns]
+            key = max(begun, key=lambda root: root.start_ns).span_id if begun else tries[0].span_id
+        elif stage_of(span) is None and not is_attempt(span):
+            continue  # the caller's own span
+        else:
+            key = first
         groups[key].append(span)
     return tuple(Trace(trace_id=trace.trace_id, spans=tuple(spans)) for spans in groups.values())
+
+
+def _leaders(
+    roots: Sequence[Span], spans: Sequence[Span], by_id: Mapping[str, Span]
+) -> dict[str, str]:
+    """Each root's span id → that of the root which stands for its request."""
+    parents = {span.parent_id for span in spans}
+    leaders: dict[str, str] = {}
+    full: dict[str, str] = {}
+    for root in sorted(roots, key=lambda span: (span.start_ns, span.span_id)):
+        above = by_id.get(root.parent_id or "")
+        outer = _root_above(above, by_id, _root_key(root)) if above else None
+        leaders[root.span_id] = outer.span_id if outer else root.span_id
+        if outer is None and root.span_id in parents:
+            full.setdefault(_root_key(root), root.span_id)
+    for root in roots:
+        if leaders[root.span_id] == root.span_id and root.span_id not in parents:
+            leaders[root.span_id] = full.get(_root_key(root), root.span_id)
+    for root_id, leader in leaders.items():
+        leaders[root_id] = leaders[leader]
+    return leaders
 
 
 def _root_key(root: Span) -> str:
     return text(root.attributes, a.REQUEST_ID) or root.span_id
 
 
-def _root_above(span: Span, by_id: Mapping[str, Span]) -> Span | None:
-    """The request root above a span, or the span itself; None if its ancestors miss it."""
+def _root_above(span: Span, by_id: Mapping[str, Span], key: str | None = None) -> Span | None:
+    """The request root above a span, or the span itself; None if its ancestors miss it.
+
+    key  of the request to look for; None: any
+    """
     seen: set[str] = set()
     here: Span | None = span
     while here is not None and here.span_id not in seen:
-        if is_root(here):
+        if is_root(here) and key in {None, _root_key(here)}:
             return here
         seen.add(here.span_id)
         here = by_id.get(here.parent_id) if here.parent_id else None

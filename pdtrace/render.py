@@ -32,6 +32,8 @@ from pdtrace.waterfall import LABEL_WIDTH, Waterfall, draw
 MAX_WIDTH = 120
 MAX_WAITS = 12
 MAX_VIOLATIONS = 12
+_WIDTH_FOR = {"bar": 72, "above": 62, "usual": 52, "outcome": 72, "why": 62}
+"""Columns of tables that narrower terminals go without, so that names and numbers are never cut."""
 _DETAIL_SHARE = 0.05  # nested stages of shorter stages are left out of the table
 _SHARED_SHARE = 0.005  # shorter overlaps are not worth a line
 _MAX_ID = 128
@@ -98,27 +100,31 @@ def why_view(
 
 
 def summary_table(
-    pairs: Sequence[tuple[Timeline, Verdict]], *, ascii_only: bool = False
+    pairs: Sequence[tuple[Timeline, Verdict]], *, width: int = MAX_WIDTH, ascii_only: bool = False
 ) -> RenderableType:
     """One line per request: length, verdict, stage, what the excess explains, cause."""
+    left_out = {name for name, needed in _WIDTH_FOR.items() if width < needed}
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("request", no_wrap=True)
-    table.add_column("took", justify="right")
-    table.add_column("outcome")
+    table.add_column("took", justify="right", no_wrap=True)
+    if "outcome" not in left_out:
+        table.add_column("outcome")
     table.add_column("stage", no_wrap=True)
-    table.add_column("share", justify="right")
-    table.add_column("why", ratio=1)
+    table.add_column("share", justify="right", no_wrap=True)
+    if "why" not in left_out:
+        table.add_column("why", ratio=1)
     for timeline, verdict in pairs:
         healthy = verdict.kind is VerdictKind.HEALTHY
         style = "dim" if healthy else _KIND_STYLES[verdict.kind]
-        table.add_row(
-            clean(timeline.request_id or timeline.trace_id, 40),
-            seconds_text(timeline.total_ns),
-            timeline.outcome.value if timeline.outcome else "unknown",
-            Text(verdict.stage or "", style=style),
-            "" if healthy else f"{verdict.share:.0%}",
-            clean("not stalled" if healthy else verdict.cause or ""),
-        )
+        cells: dict[str, RenderableType] = {
+            "request": clean(timeline.request_id or timeline.trace_id, 40),
+            "took": seconds_text(timeline.total_ns),
+            "outcome": timeline.outcome.value if timeline.outcome else "unknown",
+            "stage": Text(verdict.stage or "", style=style),
+            "share": "" if healthy else f"{verdict.share:.0%}",
+            "why": clean("not stalled" if healthy else verdict.cause or ""),
+        }
+        table.add_row(*(cell for name, cell in cells.items() if name not in left_out))
     return _translated([table], ascii_only=ascii_only)
 
 
@@ -183,6 +189,7 @@ class _StageTable:
         self.timeline = timeline
         self.verdict = verdict
         self.bar_mark = "#" if ascii_only else "━"
+        self.left_out = {name for name, needed in _WIDTH_FOR.items() if width < needed}
         self.bar_width = max(4, min(24, width - 72))
         blames = verdict.kind in {VerdictKind.STALLED, VerdictKind.ENDED}
         self.blamed = verdict.stage if blames else None
@@ -195,9 +202,12 @@ class _StageTable:
         add_column("stage", no_wrap=True, min_width=19)
         add_column("time", justify="right", no_wrap=True)
         add_column("share", justify="right", no_wrap=True)
-        add_column("", width=self.bar_width, no_wrap=True)
-        add_column("usual", justify="right", no_wrap=True)
-        add_column("above", justify="right", no_wrap=True)
+        if "bar" not in self.left_out:
+            add_column("", width=self.bar_width, no_wrap=True)
+        if "usual" not in self.left_out:
+            add_column("usual", justify="right", no_wrap=True)
+        if "above" not in self.left_out:
+            add_column("above", justify="right", no_wrap=True)
         add_column("", width=1)
         for part in self.timeline.parts:
             if part.name != UNEXPLAINED:
@@ -253,16 +263,17 @@ class _StageTable:
         usual = judged.usual if judged else None
         above = judged.leaf.ns - round(usual.ns) if judged and usual else 0
         emphasis = "bold red" if guilty else ""
-        self.table.add_row(
-            Text(LETTERS[name] if letter else "", style=COLOURS[name]),
-            Text(label or name, style=emphasis),
-            Text(seconds_text(ns), style=emphasis),
-            Text(_percent(share), style=emphasis),
-            Text(self.bar_mark * round(share * self.bar_width), style=COLOURS[name]),
-            Text(seconds_text(round(usual.ns)) if usual else "", style="dim"),
-            Text(f"+{seconds_text(above)}" if above > 0 else "", style=emphasis or "dim"),
-            Text("◀" if guilty else "", style=emphasis),
-        )
+        cells = {
+            "letter": Text(LETTERS[name] if letter else "", style=COLOURS[name]),
+            "stage": Text(label or name, style=emphasis),
+            "time": Text(seconds_text(ns), style=emphasis),
+            "share": Text(_percent(share), style=emphasis),
+            "bar": Text(self.bar_mark * round(share * self.bar_width), style=COLOURS[name]),
+            "usual": Text(seconds_text(round(usual.ns)) if usual else "", style="dim"),
+            "above": Text(f"+{seconds_text(above)}" if above > 0 else "", style=emphasis or "dim"),
+            "pointer": Text("◀" if guilty else "", style=emphasis),
+        }
+        self.table.add_row(*(cell for key, cell in cells.items() if key not in self.left_out))
 
 
 def _basis(verdict: Verdict) -> str:

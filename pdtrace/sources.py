@@ -333,7 +333,7 @@ class _Reader:
         text = b"".join(line for _, line in held)
         try:
             msgspec.json.decode(text)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             for at, line in chain(held, lines):
                 self._read_line(name, at, line)
         else:
@@ -343,7 +343,7 @@ class _Reader:
     def _read_line(self, name: str, number: int, line: bytes) -> None:
         try:
             spans = otlp.decode_line(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             spans = []
         # No spans may mean another writer's words for them.
         if not spans:
@@ -351,6 +351,9 @@ class _Reader:
                 foreign = decode_foreign(msgspec.json.decode(line))
             except msgspec.DecodeError as error:
                 self._bad_json(name, number, line, str(error))
+                return
+            except RecursionError:
+                self._bad(name, number, "not OTLP: nested too deeply")
                 return
             except NotTraces as other:
                 if other.other_signal:
@@ -393,4 +396,6 @@ def _opens_document(line: bytes) -> bool:
         msgspec.json.decode(line)
     except msgspec.DecodeError:
         return True
+    except RecursionError:
+        return False
     return False

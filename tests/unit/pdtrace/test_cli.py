@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,23 @@ def test_ambiguous_id_lists_the_candidates(recording: Path) -> None:
     assert "'req-' names 12 requests; give a longer id or a trace id:" in result.stderr
     assert "  req-3  trace " in result.stderr
     assert "and 2 more" in result.stderr
+
+
+def test_tries_of_one_request_in_one_trace_are_told_apart_by_their_root_span(
+    tmp_path: Path,
+) -> None:
+    tries = [Story(request_id="again", start_s=start_s).trace().spans for start_s in (0.0, 5.0)]
+    shared = [[replace(s, trace_id="ab" * 16) for s in spans] for spans in tries]
+    path = tmp_path / "t"
+    path.write_bytes(b"".join(otlp.encode_line(spans) for spans in shared))
+    result = invoke("why", "again", "--from", path)
+    assert result.exit_code == 2
+    assert "'again' names 2 requests; give a longer id or the id of a root span:" in result.stderr
+    for spans in shared:
+        root = next(span for span in spans if span.attributes.get(a.SPAN.key) == "request")
+        assert f"root span {root.span_id}" in result.stderr
+        found = invoke("why", root.span_id, "--from", path)
+        assert (found.exit_code, found.stdout.split(" ")[0]) == (0, "again")
 
 
 def test_unknown_id_is_one_line(recording: Path) -> None:
@@ -309,6 +327,17 @@ def test_reader_that_leaves_early_is_no_error(recording: Path, options: list[str
         process.stdout.close()
         assert process.wait(timeout=60) == 0
         assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_output_without_room_is_one_line(recording: Path, options: list[str]) -> None:
+    command = [sys.executable, "-m", "pdtrace", "why", "--from", str(recording), *options]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr.decode() == "pdtrace: cannot write the output: No space left on device\n"
 
 
 def test_commands_need_only_the_base_dependencies(recording: Path) -> None:

@@ -142,6 +142,20 @@ def test_views_fit_their_width(width: int, mode: Mode) -> None:
         assert rows, text
 
 
+@pytest.mark.parametrize("width", [50, 60, 66, 72, 80, 120])
+def test_names_and_numbers_are_never_cut(width: int) -> None:
+    timeline, verdict = judged(stalled())
+    text = shown(why_view(timeline, verdict, width=width), width)
+    table = text[text.index("gateway.ingest") :]
+    assert "…" not in table[: table.index("total")]
+    for part in timeline.parts:
+        row = next(line for line in table.splitlines() if part.name in line)
+        assert seconds_text(part.ns) in row
+    summary = shown(summary_table([(timeline, verdict)], width=width), width)
+    assert "…" not in summary
+    assert {"req-23", "decode.reserve"} <= set(summary.split())
+
+
 def test_table_shows_every_stage_and_sums_to_the_whole() -> None:
     timeline, verdict = judged(stalled())
     text = shown(why_view(timeline, verdict, width=100))

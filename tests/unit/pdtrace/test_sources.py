@@ -278,6 +278,16 @@ def test_spans_without_ids_or_times_are_left_out_of_their_line() -> None:
     assert recording.problems.bad_spans == 4
 
 
+@pytest.mark.parametrize("time_ns", [-1, "-1", 2**64, str(2**80), 1e300, "soon", None])
+def test_spans_with_times_that_no_clock_shows_are_left_out(time_ns: object) -> None:
+    document = json.loads(LINES[0])
+    spans = document["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    spans.append({**spans[0], "spanId": "cd" * 8, "endTimeUnixNano": time_ns})
+    recording = read(json.dumps(document).encode())
+    assert recording.traces == join_spans(TRACES[0].spans)
+    assert recording.problems.bad_spans == 1
+
+
 def test_metrics_and_logs_are_passed_over() -> None:
     recording = read(b'{"resourceMetrics": []}\n' + DATA + b'{"resourceLogs": []}\n')
     assert recording.traces == read(DATA).traces
@@ -301,6 +311,8 @@ def test_metrics_and_logs_are_passed_over() -> None:
         (b'[{"traceId": "1", "id": "2"}]', "is a JSON list"),
         (b'{"resourceMetrics": []}', "holds metrics or logs, no traces"),
         (bytes(range(256)), "not JSON"),
+        (b'{"resourceSpans": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"resourceSpans": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
         (b"\x28\xb5\x2f\xfd____", "compressed with zstd"),
         (b"\xff\xfe{\x00", "UTF-16"),
         (b"\x1f\x8bxxxxxxxxxxxx", "gzip stream is damaged"),

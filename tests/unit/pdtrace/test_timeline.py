@@ -445,6 +445,46 @@ def test_requests_that_share_a_trace_are_split() -> None:
     assert len({t.key for t in timelines}) == 2
 
 
+def test_tries_under_one_request_id_in_one_trace_are_split() -> None:
+    """A client that tries again sends the same id and its own span's trace."""
+    failed = Story(request_id="same", ends_in="transfer", outcome=Outcome.FAILED)
+    tries = [story.trace() for story in (failed, Story(request_id="same", start_s=3))]
+    shared = [replace(s, trace_id="ab" * 16) for trace in tries for s in trace.spans]
+    timelines = build_timelines([Trace(trace_id="ab" * 16, spans=shared)])
+    assert [t.outcome for t in timelines] == [Outcome.FAILED, Outcome.COMPLETED]
+    assert [t.violations for t in timelines] == [(), ()]
+    assert [t.span_count for t in timelines] == [len(trace.spans) for trace in tries]
+
+
+def test_spans_whose_attempt_is_lost_follow_the_try_that_had_begun() -> None:
+    tries = [Story(request_id="same", start_s=start_s).trace() for start_s in (0, 3)]
+    shared = [
+        replace(s, trace_id="ab" * 16)
+        for trace in tries
+        for s in trace.spans
+        if s.name != "attempt"
+    ]
+    timelines = build_timelines([Trace(trace_id="ab" * 16, spans=shared)])
+    assert [t.span_count for t in timelines] == [len(trace.spans) - 1 for trace in tries]
+
+
+def test_gateway_behind_a_gateway_is_one_request_with_two_roots() -> None:
+    outer, inner = Story().trace(), Story(start_s=0.01).trace()
+    dispatch = next(s for s in outer.spans if s.name == "gateway.dispatch")
+    root = next(s for s in inner.spans if s.name == "chat smol")
+    nested = [
+        replace(
+            s,
+            trace_id=outer.trace_id,
+            parent_id=dispatch.span_id if s is root else s.parent_id,
+        )
+        for s in inner.spans
+    ]
+    both = replace(outer, spans=(*nested, *outer.spans))
+    assert [len(part.spans) for part in split_requests(both)] == [len(both.spans)]
+    assert ViolationKind.TWO_ROOTS in kinds(build_timeline(both))
+
+
 def test_two_roots_of_one_request_stay_together_and_are_a_violation() -> None:
     trace = Story().trace()
     root = next(s for s in trace.spans if s.name == "chat smol")
