@@ -28,6 +28,8 @@ NESTED_LEAVES: Mapping[str, tuple[str, ...]] = {
 """Nested stages that are judged by themselves: a pause is not slow generation."""
 
 _SIGMA_PER_QUARTILE = 1.4826
+_REACH = 2
+"""How many times the tokens of the largest peer a line is trusted for: attention is quadratic."""
 _EXACT_REFIT_BELOW = 48
 """With fewer peers a line is refitted without the judged request; with more, one request cannot
 move the medians of thirds by much, and only its residual is left out."""
@@ -49,11 +51,15 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """What peers needed for a leaf of this size. Nanoseconds."""
+    """What peers needed for a leaf of this size. Nanoseconds.
+
+    beyond  whether the leaf has over twice the tokens of any peer: the line is a guess there
+    """
 
     ns: float
     spread_ns: float
     peers: int
+    beyond: bool = False
 
 
 class Yardstick(Protocol):
@@ -172,6 +178,8 @@ class _Series:
     order: deque[_Key] = field(default_factory=deque[_Key])
     line: _Line | None = None
     residuals: list[float] = field(default_factory=list[float])
+    largest: tuple[int, int] = (0, 0)
+    """The largest token counts that the line knows: the second and the first."""
     fresh: int = 0
 
     def add(self, key: _Key, leaf: Leaf) -> None:
@@ -194,18 +202,17 @@ class _Series:
             return None
         if self.scaled and leaf.tokens is None:
             # Its size is not known: compare with requests of any size.
-            line, residuals, skip = (
-                _Line(0.0, 0.0),
-                sorted(ns for _, ns in self.samples.values()),
-                None,
-            )
+            line, skip, reach = _Line(0.0, 0.0), None, 0
+            residuals = sorted(float(ns) for _, ns in self.samples.values())
         elif own is not None and self.scaled and peers < _EXACT_REFIT_BELOW:
             others = [sample for other, sample in self.samples.items() if other != key]
             line = self._fit(others)
             residuals, skip = sorted(self._residual(line, s) for s in others), None
+            reach = max(tokens for tokens, _ in others)
         else:
             line, residuals = self._fitted()
             skip = None if own is None else bisect_left(residuals, self._residual(line, own))
+            reach = self.largest[own is None or own[0] < self.largest[1]]
         middle = _quantile(residuals, 0.5, skip)
         upper = _quantile(residuals, 0.75, skip)
         tokens = leaf.tokens or 0
@@ -213,11 +220,14 @@ class _Series:
             ns=max(0.0, line.at(tokens) + middle),
             spread_ns=_SIGMA_PER_QUARTILE * max(0.0, upper - middle),
             peers=peers,
+            beyond=self.scaled and tokens > _REACH * reach > 0,
         )
 
     def _fitted(self) -> tuple[_Line, list[float]]:
         if self.line is None or (self.scaled and self.fresh * 8 > len(self.samples)):
             self.line = self._fit(self.samples.values())
+            ordered = sorted(tokens for tokens, _ in self.samples.values()) if self.scaled else []
+            self.largest = (ordered[-2], ordered[-1]) if len(ordered) > 1 else (0, 0)
             self.residuals = sorted(self._residual(self.line, s) for s in self.samples.values())
             self.fresh = 0
         return self.line, self.residuals

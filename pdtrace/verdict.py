@@ -182,7 +182,13 @@ def judge(
     cause = describe_wait(wait) if wait else None
     detail = _detail(timeline, chosen.leaf) if chosen else None
     peers = chosen.usual.peers if chosen and chosen.usual else 0
-    notes = tuple(_notes(timeline, kind, peers, policy))
+    beyond = bool(chosen and chosen.usual and chosen.usual.beyond)
+    notes = [*_notes(timeline, kind, peers, policy)]
+    if beyond and chosen is not None:
+        notes.append(
+            f"No other request has half as many tokens: the usual time of {chosen.leaf.name} is "
+            "a guess."
+        )
     excess = chosen.excess_ns if chosen and chosen.usual else None
     counterfactual = None
     if kind is VerdictKind.STALLED and stall is not None:
@@ -204,11 +210,12 @@ def judge(
         cause=cause,
         wait=wait,
         advice=STAGE_BY_NAME[chosen.leaf.name].advice if chosen else None,
-        confidence=_confidence(timeline, kind, peers, policy),
+        confidence=_confidence(timeline, kind, peers, policy, beyond=beyond),
         peers=peers,
-        notes=notes,
+        notes=tuple(notes),
         assessments=assessments,
-        sentence=_sentence(timeline, kind, chosen=chosen, stall=stall, detail=detail, cause=cause),
+        sentence=_sentence(timeline, kind, chosen=chosen, stall=stall, detail=detail, cause=cause)
+        + _further(kind, assessments, stall),
     )
 
 
@@ -221,7 +228,7 @@ def stall_attributes(
     """
     if verdict.stall is None or verdict.stall.usual is None:
         return {}
-    if verdict.stall.usual.peers < policy.enough_peers:
+    if verdict.stall.usual.peers < policy.enough_peers or verdict.stall.usual.beyond:
         return {}
     attributes: dict[str, AttrValue] = {
         a.STALL_STAGE.key: verdict.stall.leaf.name,
@@ -307,12 +314,12 @@ def _detail(timeline: Timeline, leaf: Leaf) -> str | None:
 
 
 def _confidence(
-    timeline: Timeline, kind: VerdictKind, peers: int, policy: VerdictPolicy
+    timeline: Timeline, kind: VerdictKind, peers: int, policy: VerdictPolicy, *, beyond: bool
 ) -> Confidence:
     if kind is VerdictKind.UNKNOWN:
         return Confidence.NONE
     doubtful = timeline.root_id is None or a.INCOMPLETE.key in timeline.attributes
-    if kind is not VerdictKind.ENDED and peers < policy.enough_peers:
+    if kind is not VerdictKind.ENDED and (peers < policy.enough_peers or beyond):
         doubtful = True
     # A missing stage leaves its time unexplained: that may be the stall.
     if timeline.unexplained_ns > policy.share * timeline.total_ns:
@@ -387,12 +394,34 @@ def _sentence(
             sentence += f", {share:.0%} of the request."
             return f"{sentence}{because} {_without_stall(timeline, chosen)}"
         case VerdictKind.HEALTHY:
-            return f"{name} is not stalled: {total}, of which {stage} took {took} ({share:.0%})."
+            sentence = (
+                f"{name} is not stalled: {total}, of which {stage} took {took} ({share:.0%})."
+            )
+            if STAGE_BY_NAME[stage].kind is Kind.WAIT:
+                sentence += because + _as_others(chosen)
+            return sentence
         case VerdictKind.UNKNOWN:
             why = "There is no other request to say whether that is slow."
             if chosen.usual is not None:
                 why = "Its outcome is not known."
             return f"{name} took {total}, most in {stage}: {took} ({share:.0%}).{because} {why}"
+
+
+def _as_others(wait: Assessment) -> str:
+    """Where all wait, nobody stands out: that is no good health."""
+    usual = wait.usual
+    alike = usual is not None and wait.leaf.ns <= DEFAULT_POLICY.ratio * usual.ns
+    return " Other requests wait there as long." if alike else ""
+
+
+def _further(kind: VerdictKind, assessments: Sequence[Assessment], stall: Assessment | None) -> str:
+    """A sentence on the other stages that pass the rule."""
+    others = [x for x in assessments if x.stalled and x is not stall]
+    if kind is not VerdictKind.STALLED or not others:
+        return ""
+    others.sort(key=lambda x: -x.excess_ns)
+    listed = ", ".join(f"{x.leaf.name} took {_excess(x)}" for x in others)
+    return f" Besides, {listed}."
 
 
 def _without_stall(timeline: Timeline, stall: Assessment) -> str:

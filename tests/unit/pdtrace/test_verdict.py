@@ -81,6 +81,54 @@ def test_several_stalls_in_one_recording_are_each_blamed(
     assert blamed == expected
 
 
+def test_second_stall_of_a_request_is_told() -> None:
+    slow = Story(request_id="slow").stalled("transfer", 2.0).stalled("decode.queue", 1.5)
+    _, verdict = judged([*healthy(), slow])[-1]
+    assert verdict.stage == "transfer"
+    assert " Besides, decode.queue took 1.50 s instead of the usual" in verdict.sentence
+
+
+def test_wait_that_all_share_is_told_with_its_cause() -> None:
+    waits = {"prefill.queue": {a.WAIT_REASON.key: "token_budget"}}
+    stories = [replace(story, waits=waits).stalled("prefill.queue", 5.0) for story in healthy()]
+    for timeline, verdict in judged(stories):
+        assert verdict.kind is VerdictKind.HEALTHY
+        assert f"{timeline.request_id} is not stalled" in verdict.sentence
+        assert verdict.stage == "prefill.queue"
+        assert verdict.sentence.endswith("Other requests wait there as long.")
+        assert verdict.cause is not None
+        assert verdict.cause[1:] in verdict.sentence
+
+
+def test_short_wait_that_others_do_not_have_is_not_said_to_be_usual() -> None:
+    lengths = {**HEALTHY_S, "decode.generate": 0.05, "decode.queue": 0.2}
+    odd = Story(request_id="odd", lengths_s=lengths, output_tokens=2)
+    _, verdict = judged([*healthy(), odd])[-1]
+    assert (verdict.kind, verdict.stage) == (VerdictKind.HEALTHY, "decode.queue")
+    assert "Other requests" not in verdict.sentence
+
+
+@pytest.mark.parametrize("peers", [20, 80])
+def test_far_larger_prompt_than_any_peers_is_judged_with_doubt(peers: int) -> None:
+    """The line through token counts knows nothing of what grows with their square."""
+    stories = healthy(count=peers)
+    lengths = {**HEALTHY_S, "prefill.compute": 60.0}
+    huge = Story(request_id="huge", prompt_tokens=16_000, lengths_s=lengths)
+    timelines = [build_timeline(story.trace()) for story in (*stories, huge)]
+    verdict = judge_all(timelines)[-1]
+    assert verdict.stage == "prefill.compute"
+    assert verdict.confidence is Confidence.LOW
+    assert "No other request has half as many tokens" in " ".join(verdict.notes)
+    assert stall_attributes(verdict) == {}
+    second = Story(request_id="too", prompt_tokens=12_000, lengths_s=lengths, start_s=1)
+    timelines.append(build_timeline(second.trace()))
+    assert judge_all(timelines)[-2].confidence is Confidence.HIGH
+    rolling = RollingBaselines(window=128)
+    for timeline in timelines[:-2]:
+        rolling.add(timeline)
+    assert judge(timelines[-2], rolling).confidence is Confidence.LOW
+
+
 def stalled_verdict(stage: str, waits: dict[str, AttrValue] | None = None) -> Verdict:
     stories = healthy()
     slow = replace(Story(request_id="slow"), waits={stage: waits} if waits else {})
