@@ -211,6 +211,9 @@ class Agent:
         server that is told at the same time gets its last words in.
         """
         interval_s = self.config.poll_s
+        self.poll()
+        if not self._tails.counts.rings:
+            _log.info("no ring to read in %s yet", self._tails.directory)
         while not stop.is_set():
             if self.poll():
                 interval_s = self.config.poll_s
@@ -375,6 +378,8 @@ def run_agent(
     line at the end. Raises SinkError and ExportConfigError before anything is read.
     """
     exporter = exporter_from_env()
+    if exporter is None and out is None:
+        _log.warning("spans go nowhere: give --out DIR, or set OTEL_EXPORTER_OTLP_ENDPOINT")
     try:
         agent = Agent(rings, out=out, exporter=exporter, judge=RollingJudge(), config=config)
     except BaseException:

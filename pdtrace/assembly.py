@@ -353,7 +353,8 @@ class _Assembly:
         end = attempt.end
         assert end is not None
         begin = attempt.first.get(Mark.ADMITTED) or next(
-            stamp for stamp in attempt.stamps if stamp.mark not in REQUEST_MARKS
+            (stamp for stamp in attempt.stamps if stamp.mark not in REQUEST_MARKS),
+            attempt.stamps[0],  # only its end is known
         )
         draft = Draft(
             name=ATTEMPT_SPAN,

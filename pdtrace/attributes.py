@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pdtrace.semconv import Attr
+from pdtrace.semconv import ROLE, Attr
 from pdtrace.spans import AttrValue, Span
+from pdtrace.stages import Role
+
+_ROLES = {role.value: role for role in Role}
+_ROLES_BY_SERVICE = {role.service_name: role for role in Role}
 
 
 def text(attributes: Mapping[str, AttrValue], attr: Attr) -> str | None:
@@ -38,6 +42,13 @@ def integer(attributes: Mapping[str, AttrValue], attr: Attr) -> int | None:
         except ValueError:
             return None
     return None
+
+
+def role_of(span: Span) -> Role | None:
+    """The recorder's role: as it says, else the one whose usual `service.name` it has."""
+    resource = span.resource
+    said = resource.attributes.get(ROLE.key)
+    return _ROLES.get(str(said)) if said else _ROLES_BY_SERVICE.get(resource.service_name)
 
 
 def host_id(span: Span) -> str | None:

@@ -271,7 +271,7 @@ def _one_trace_per_request(timelines: Sequence[Timeline]) -> Rule:
 def _roles(timelines: Sequence[Timeline]) -> Rule:
     def breach(timeline: Timeline) -> str | None:
         expected = _expected_roles(timeline)
-        missing = {role.service_name for role in expected} - timeline.services
+        missing = {role.service_name for role in expected - timeline.roles}
         return f"no span of {_listed(missing)}" if missing else None
 
     return _each("roles", "every process that took part left spans", timelines, breach)

@@ -97,10 +97,11 @@ def exporter_from_env() -> ExportQueue | None:
         _log.info("no OTLP endpoint is set: traces are not exported")
         return None
     limits = limits_from_env(environ)
+    sampler = _sampler()
     targets = [_make_target(name, environ) for name in names]
     for target in targets:
         _log.info("exporting traces with %s", target.name)
-    return ExportQueue(targets, limits=limits, sampler=_sampler())
+    return ExportQueue(targets, limits=limits, sampler=sampler)
 
 
 def exporter_names(environ: Mapping[str, str]) -> list[str]:
@@ -235,9 +236,12 @@ def _make_target(name: str, environ: Mapping[str, str]) -> Target:
 
 
 def _sampler() -> Sampler:
-    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415 60 ms
+    try:
+        from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415 60 ms
 
-    return TracerProvider(shutdown_on_exit=False).sampler
+        return TracerProvider(shutdown_on_exit=False).sampler
+    except Exception as error:  # the SDK raises whatever its parsing of OTEL_* raises
+        raise ExportConfigError(f"the OpenTelemetry SDK refuses the settings: {error}") from error
 
 
 class ExportQueue:

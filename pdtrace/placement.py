@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pdtrace import semconv as a
-from pdtrace.attributes import integer, text
+from pdtrace.attributes import integer, role_of, text
 from pdtrace.spans import Span, Trace
 from pdtrace.stages import (
     ATTEMPT_SPAN,
@@ -260,9 +260,8 @@ def _mode(root: Span | None, placed: Sequence[Placed]) -> Mode:
     named = text(root.attributes, a.MODE) if root else None
     if named in set(Mode):
         return Mode(named)
-    services = {item.span.resource.service_name for item in placed}
     transferred = any(item.stage.name == "transfer" for item in placed)
-    if Role.WORKER.service_name in services and not transferred:
+    if not transferred and any(role_of(item.span) is Role.WORKER for item in placed):
         return Mode.COLOCATED
     return Mode.PD
 

@@ -13,6 +13,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from pdtrace import __version__
+from pdtrace import semconv as a
 from pdtrace.collected import Process
 from pdtrace.otlp import SCOPE_NAME
 from pdtrace.recorder import resource_from_env
@@ -55,6 +56,7 @@ def resource_of(identity: RingIdentity, environ: Mapping[str, str] = os.environ)
         "host.id": identity.host_id,
         "host.name": identity.host_name,
         "process.pid": identity.pid,
+        a.ROLE.key: identity.role.value,
     }
     if identity.service_namespace:
         attributes["service.namespace"] = identity.service_namespace

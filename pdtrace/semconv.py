@@ -57,6 +57,7 @@ REQUEST_ID = _str("pd.request.id", "Caller's request id; the same in every proce
 HANDOFF_ID = _str("pd.handoff.id", "Id of one attempt's prefill-to-decode handoff.")
 ATTEMPT = _int("pd.attempt", "Attempt number, from 1.")
 SPAN = _str("pd.span", "request (the root) or attempt; absent on stages, which have pd.stage.")
+ROLE = _str("pd.role", "Role of the recording process, on its resource: names are the user's.")
 STAGE = _str("pd.stage", "Stage name as in `pdtrace stages`.")
 STAGE_KIND = _str("pd.stage.kind", "work, wait or hop.")
 MODE = _str(

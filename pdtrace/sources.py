@@ -24,11 +24,13 @@ import msgspec
 from pdtrace import otlp
 from pdtrace.errors import SourceError
 from pdtrace.foreign_otlp import NotTraces, decode_foreign
+from pdtrace.ring import scan_rings
 from pdtrace.spans import Span, Trace
 
 DEFAULT_RUN = "run"
 RUN_VARIABLE = "PDTRACE_RUN"
 TRACES_FOLDER = "traces"
+RINGS_FOLDER = "rings"
 LATEST_RUN = "latest"
 """Link to the newest of the run directories in a folder, kept by the server's launcher."""
 
@@ -218,10 +220,19 @@ def _files(path: Path, problems: Problems) -> list[Path]:
         raise SourceError(f"{folder}: {error.strerror or error}") from error
     problems.skipped_files += [str(p) for p in candidates if p not in set(found)]
     if not found:
-        yet = folder is traces
-        what = "no trace was recorded yet" if yet else f"no trace file; give {SUPPORTED}"
+        if folder is traces:
+            what = "no trace was recorded yet"
+        elif rings := _rings_of(folder):
+            what = f"holds rings, no traces: run `pdtrace agent --rings {rings} --out DIR` first"
+        else:
+            what = f"no trace file; give {SUPPORTED}"
         raise SourceError(f"{folder}: {what}")
     return found
+
+
+def _rings_of(folder: Path) -> Path | None:
+    """The directory of rings that a folder is, or has; None if there is none."""
+    return next((d for d in (folder, folder / RINGS_FOLDER) if scan_rings(d)), None)
 
 
 def _may_hold_json(path: Path) -> bool:

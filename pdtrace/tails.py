@@ -25,6 +25,9 @@ from pdtrace.tracker import RequestTracker
 _MAX_READS = 64
 """Reads of one ring in one round: a writer faster than the reader must not hold up the others."""
 
+_MANY = 1_000
+"""Finished requests whose first position may be kept behind one that is in flight for long."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -84,7 +87,7 @@ class RingTails:
         known: Mapping[str, RingState] | None = None,
     ) -> None:
         self.counts = TailCounts()
-        self._directory = Path(directory)
+        self.directory = Path(directory)
         self._tracker = tracker
         self._known = dict(known or {})
         self._tails: dict[str, _Tail] = {}
@@ -152,16 +155,26 @@ class RingTails:
         states = {name: state for name, state in self._known.items() if state.finished}
         for name, tail in self._tails.items():
             position = tail.reader.position()
-            for root, (ring_at, sink_at) in list(tail.since.items()):
-                if not self._tracker.is_open(root):
-                    del tail.since[root]
-                    continue
-                position = min(position, ring_at, key=lambda at: at.number)
+            oldest = self._oldest(tail)
+            if oldest is not None:
+                position, sink_at = oldest
                 sink = min(sink, sink_at, key=lambda at: (at.number, at.offset))
             states[name] = RingState(
                 made_ns=tail.made_ns, position=position, last_key=self._tracker.last_key(name)
             )
         return states, sink
+
+    def _oldest(self, tail: _Tail) -> tuple[RingPosition, SinkPosition] | None:
+        """Where the first request in flight of a ring appeared: positions only grow."""
+        since, is_open = tail.since, self._tracker.is_open
+        if len(since) > 2 * self._tracker.num_open + _MANY:
+            tail.since = since = {root: at for root, at in since.items() if is_open(root)}
+        while since:
+            root = next(iter(since))
+            if is_open(root):
+                return since[root]
+            del since[root]
+        return None
 
     def close(self) -> None:
         """Closes the files. Idempotent."""
@@ -171,9 +184,9 @@ class RingTails:
 
     def _find(self) -> None:
         try:
-            paths = scan_rings(self._directory)
+            paths = scan_rings(self.directory)
         except OSError as error:
-            self._say_once(f"cannot list {self._directory}: {error.strerror}")
+            self._say_once(f"cannot list {self.directory}: {error.strerror}")
             return
         names = {path.name for path in paths}
         for path in paths:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from pdtrace import semconv as a
-from pdtrace.attributes import host_id, integer, text
+from pdtrace.attributes import host_id, integer, role_of, text
 from pdtrace.intervals import close_gaps, paint
 from pdtrace.placement import (
     CLOSABLE_GAP_NS,
@@ -190,7 +190,7 @@ class Timeline:
     tpot_ns: float | None
     prefill_worker: str | None
     decode_worker: str | None
-    services: frozenset[str]
+    roles: frozenset[Role]
     hosts: frozenset[str]
     span_count: int
     attributes: Mapping[str, AttrValue]
@@ -270,7 +270,7 @@ def build_timeline(trace: Trace) -> Timeline:
         or _instance(placement, {Role.PREFILL, Role.WORKER}),
         decode_worker=text(attributes, a.DECODE_WORKER)
         or _instance(placement, {Role.DECODE, Role.WORKER}),
-        services=frozenset(span.resource.service_name for span in trace.spans),
+        roles=frozenset(role for span in trace.spans if (role := role_of(span))),
         hosts=frozenset(host for span in trace.spans if (host := host_id(span))),
         span_count=len(trace.spans),
         attributes=attributes,
@@ -437,11 +437,10 @@ def _failed_stage(placement: Placement) -> str | None:
 
 def _instance(placement: Placement, roles: set[Role]) -> str | None:
     """The worker of the last attempt that has one in a given role."""
-    services = {role.service_name for role in roles}
     found = [
         (item.attempt, item.span.resource.instance_id)
         for item in placement.placed
-        if item.span.resource.service_name in services and item.span.resource.instance_id
+        if item.span.resource.instance_id and role_of(item.span) in roles
     ]
     return max(found, key=lambda pair: pair[0])[1] if found else None
 

@@ -29,15 +29,18 @@ from pdtrace.agent import (
     main,
     run_agent,
 )
+from pdtrace.check import check_recording
 from pdtrace.collected import CollectedRequest
 from pdtrace.otlp import decode_line
 from pdtrace.propagation import RemoteParent, RequestContext
 from pdtrace.recorder import Recorder
 from pdtrace.ring import RingCapacity, scan_rings
 from pdtrace.sink import SinkError, lines_since
+from pdtrace.sources import read_source
 from pdtrace.spans import Span, StatusCode
 from pdtrace.stages import CHAINS, Mark, Mode, Outcome, Role, WaitReason
 from pdtrace.testing import open_recorders, record_request
+from pdtrace.timeline import build_timelines
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICK = AgentConfig(poll_s=0.01, idle_poll_s=0.02, grace_s=0.2, flush_s=0.5, state_s=0.02)
@@ -181,6 +184,26 @@ def test_users_resource_attributes_win(tmp_path: Path, monkeypatch: pytest.Monke
     assert attributes["deployment.environment"] == "test"
     assert attributes["team"] == "x"
     assert attributes["host.id"] != "agents"
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_processes_that_share_a_service_name_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    recorders = open_recorders(tmp_path / "rings")
+    record_request(recorders, mode=mode)
+    close(recorders)
+    agent = agent_of(tmp_path)
+    drain(agent)
+    agent.close()
+    recording = read_source(tmp_path)
+    report = check_recording(recording)
+    assert report.ok, [rule for rule in report.rules if rule.broken]
+    (timeline,) = build_timelines(recording.traces)
+    assert timeline.mode is mode
+    worker = mode is Mode.COLOCATED
+    assert timeline.roles == ({Role.GATEWAY, Role.WORKER} if worker else set(Role) - {Role.WORKER})
 
 
 def test_callers_trace_is_continued(tmp_path: Path, recorders: Mapping[Role, Recorder]) -> None:
@@ -400,6 +423,37 @@ def test_restarted_agent_goes_on_without_repeating_or_losing(
     assert request_ids(tmp_path) == ["across", "before", "between"]
 
 
+def test_request_that_outlasts_many_others_survives_a_restart(
+    tmp_path: Path, recorders: Mapping[Role, Recorder]
+) -> None:
+    context = RequestContext.create(request_id="long")
+    trace = recorders[Role.GATEWAY].begin(context)
+    trace.mark(Mark.RECEIVED, "POST", "/v1/completions", "text_completion")
+    agent = agent_of(tmp_path)
+    for number in range(1_100):
+        record_request(
+            recorders,
+            request_id=f"r-{number}",
+            outcome=Outcome.REJECTED,
+            stop_in="gateway.ingest",
+            reason="bad_request",
+        )
+        if number % 100 == 0:
+            agent.poll()
+    agent.poll()
+    agent.close()
+    agent = agent_of(tmp_path)
+    agent.poll()
+    trace.mark(Mark.COMPLETED, Outcome.CANCELLED, "client_gone", "client")
+    trace.end()
+    agent.poll()
+    agent.close()
+    ids = request_ids(tmp_path)
+    assert len(ids) == len(set(ids)) == 1_101
+    (spans,) = (s for s in written(tmp_path) if s[0].attributes[a.REQUEST_ID.key] == "long")
+    assert "gateway.ingest" in {span.name for span in spans}
+
+
 def test_agent_killed_at_any_moment_exports_each_request_once(tmp_path: Path) -> None:
     writer = python(RECORD, str(tmp_path / "rings"), "r", "300", "0.004")
     for count in (20, 90):
@@ -582,6 +636,17 @@ def test_agent_without_out_exports_and_leaves_no_file(
     agent.close()
     assert exporter.spans
     assert [path.name for path in tmp_path.iterdir()] == ["rings"]
+
+
+def test_agent_that_can_do_nothing_useful_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    stop = threading.Event()
+    stop.set()
+    run_agent(tmp_path / "rings", stop=stop, config=QUICK)
+    assert "spans go nowhere: give --out DIR, or set OTEL_EXPORTER_OTLP_ENDPOINT" in caplog.text
+    assert f"no ring to read in {tmp_path / 'rings'} yet" in caplog.text
 
 
 def test_stalled_request_names_its_stage_and_reason_on_the_root(

@@ -718,6 +718,13 @@ def check_sound(request: CollectedRequest) -> None:
         root_of(spans)
 
 
+def test_worker_that_only_says_that_the_answer_was_whole_makes_sound_spans() -> None:
+    done = aborted(DECODE, 500, "completed", "stop_string", "gateway")
+    request = request_of([(GATEWAY, Mark.RECEIVED, 0, RECEIVED), done])
+    check_sound(request)
+    assert root_of(assemble(request)).attributes[a.OUTCOME.key] == "completed"
+
+
 @given(
     records=st.lists(mark_records(), max_size=40),
     lost=st.dictionaries(st.sampled_from(list(Role)), st.integers(0, 30_000)),

@@ -214,6 +214,28 @@ def test_settings_the_sdk_rejects_are_one_clear_error(monkeypatch: pytest.Monkey
         exporter_from_env()
 
 
+def test_settings_that_the_sdk_cannot_even_be_loaded_with_are_one_clear_error(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pdtrace.agent", "--rings", str(tmp_path), "--until-closed"],
+        cwd=Path(__file__).resolve().parents[3],
+        env={
+            **os.environ,
+            "OTEL_TRACES_EXPORTER": "console",
+            "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "many",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "pdtrace agent: the OpenTelemetry SDK refuses the settings" in done.stderr
+    assert "many" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
 def test_nothing_set_means_no_exporter() -> None:
     assert exporter_from_env() is None
 

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from hypothesis import strategies as st
 
 from pdtrace import otlp
 from pdtrace.errors import SourceError
+from pdtrace.recorder import Recorder
 from pdtrace.sources import Recording, default_source, join_spans, read_source
 from pdtrace.spans import SpanKind, StatusCode
+from pdtrace.stages import Role
+from pdtrace.testing import SMALL_RING
 from pdtrace.timeline import build_timelines
 from tests.support.pd_traces import Story, noisy
 
@@ -348,6 +352,14 @@ def test_run_without_traces_says_so(tmp_path: Path) -> None:
     (tmp_path / "traces").mkdir()
     with pytest.raises(SourceError, match="no trace was recorded yet"):
         read_source(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["", "rings"])
+def test_rings_without_traces_say_what_is_to_be_done(tmp_path: Path, source: str) -> None:
+    Recorder.open(tmp_path / "rings", role=Role.GATEWAY, instance="g", capacity=SMALL_RING).close()
+    command = f"run `pdtrace agent --rings {tmp_path / 'rings'} --out DIR` first"
+    with pytest.raises(SourceError, match=re.escape(command)):
+        read_source(tmp_path / source)
 
 
 def test_default_source_is_the_environments_then_run(
