@@ -423,9 +423,8 @@ def test_restarted_agent_goes_on_without_repeating_or_losing(
     assert request_ids(tmp_path) == ["across", "before", "between"]
 
 
-def test_request_that_outlasts_many_others_survives_a_restart(
-    tmp_path: Path, recorders: Mapping[Role, Recorder]
-) -> None:
+def test_request_that_outlasts_many_others_survives_a_restart(tmp_path: Path) -> None:
+    recorders = open_recorders(tmp_path / "rings", capacity=RingCapacity())
     context = RequestContext.create(request_id="long")
     trace = recorders[Role.GATEWAY].begin(context)
     trace.mark(Mark.RECEIVED, "POST", "/v1/completions", "text_completion")
@@ -446,6 +445,7 @@ def test_request_that_outlasts_many_others_survives_a_restart(
     agent.poll()
     trace.mark(Mark.COMPLETED, Outcome.CANCELLED, "client_gone", "client")
     trace.end()
+    close(recorders)
     agent.poll()
     agent.close()
     ids = request_ids(tmp_path)
