@@ -16,6 +16,15 @@ PD = "pd"
 COLOCATED = "colocated"
 
 
+def is_utf8(text: str) -> bool:
+    """False for text with bytes from the command line that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Longest stay in each non-terminal state, seconds on the monotonic clock."""
 
@@ -98,6 +107,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value not in choices:
                 raise StartError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+        for name in ("run_dir", "host", "model", "served_name", "api_key"):
+            if not is_utf8(getattr(self, name) or ""):  # processes are told their settings in JSON
+                raise StartError(f"{name} is not valid UTF-8")
         if not 0 <= self.port <= 65535:
             raise StartError(f"port is {self.port}, expected 0 to 65535")
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from server.config import is_utf8
 from server.errors import StartError
 from server.wire.endpoints import EndpointDirectory
 
@@ -64,6 +65,10 @@ class RunDir:
         that.
         """
         path = path.expanduser().absolute()
+        if not is_utf8(str(path)):  # the working directory's name is part of it
+            raise StartError(
+                f"run directory {path} is not valid UTF-8: choose another with --run-dir"
+            )
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

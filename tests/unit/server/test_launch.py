@@ -134,6 +134,12 @@ def test_prepare_refuses_a_missing_model_before_it_makes_anything(tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("name", ["run_dir", "host", "model", "served_name", "api_key"])
+def test_settings_that_are_no_utf8_are_refused_by_name(name: str) -> None:
+    with pytest.raises(StartError, match=f"^{name} is not valid UTF-8$"):
+        msgspec.structs.replace(Settings(), **{name: os.fsdecode(b"name-\xff")})
+
+
 def test_prepare_resolves_port_and_model_name(tmp_path: Path) -> None:
     launcher = Launcher.prepare(Settings(model="fake", run_dir=str(tmp_path / "run"), port=0))
     try:

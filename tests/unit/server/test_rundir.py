@@ -63,6 +63,14 @@ def test_unusable_run_directory_is_named(tmp_path: Path) -> None:
         RunDir.acquire(tmp_path / "file" / "run")
 
 
+def test_a_name_that_is_no_utf8_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    # Processes are told their paths in JSON.
+    path = tmp_path / os.fsdecode(b"run-\xff")
+    with pytest.raises(StartError, match="is not valid UTF-8"):
+        RunDir.acquire(path)
+    assert not path.exists()
+
+
 def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
