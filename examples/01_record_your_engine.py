@@ -4,7 +4,8 @@
 
 The engine stands in for yours: it pairs the words of a prompt (prefill), then looks at all pairs to
 choose each next word (decode), two requests at a time. Its lines that record end in `# ←`. Ring
-files are left in DIRECTORY for a closer look; without it they go to a temporary one.
+files are left in DIRECTORY, without it in a temporary one; the commands to look further are
+printed. More on recording: docs/recording.md.
 """
 
 from __future__ import annotations
@@ -164,7 +165,11 @@ def main() -> None:
         for record in records:
             if record.mark is Mark.WAITING:
                 print(f"          waited for {record.values[1]}, behind {record.values[6]!r}")
-    print(f"rings: {directory}")
+    print(
+        f"\nThe same with causes, drawn:\n  pdtrace agent --rings {directory} --out {directory} ",
+        end="",
+    )
+    print(f"--until-closed\n  pdtrace why --from {directory}")
 
 
 if __name__ == "__main__":

@@ -82,16 +82,19 @@ class CheckReport:
     @property
     def sentence(self) -> str:
         if self.ok:
-            return f"{self.requests} requests keep all {len(self.rules)} rules."
+            keep = "request keeps" if self.requests == 1 else "requests keep"
+            return f"{self.requests} {keep} all {len(self.rules)} rules."
         broken = [rule.name for rule in self.rules if rule.broken]
-        return f"{len(broken)} of {len(self.rules)} rules are broken: {', '.join(broken)}."
+        are = "is" if len(broken) == 1 else "are"
+        return f"{len(broken)} of {len(self.rules)} rules {are} broken: {', '.join(broken)}."
 
     @property
     def facts(self) -> tuple[str, ...]:
         """Sentences on size, outcomes and unexplained time."""
         outcomes = ", ".join(f"{count} {name}" for name, count in self.outcomes.items())
         return (
-            f"{self.requests} requests in {self.traces} traces, {self.spans} spans: {outcomes}.",
+            f"{_many(self.requests, 'request')} in {_many(self.traces, 'trace')}, "
+            f"{_many(self.spans, 'span')}: {outcomes}.",
             f"Unexplained: {self.unexplained_share:.4%} of the requests' time.",
         )
 
@@ -295,6 +298,10 @@ def _complete(timelines: Sequence[Timeline]) -> Rule:
         return "no outcome" if timeline.root_id and timeline.outcome is None else None
 
     return _each("complete", "nothing is known to be missing", timelines, breach)
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -12,6 +12,16 @@ from pdtrace import RingReader, scan_rings
 EXAMPLE = Path("examples/01_record_your_engine.py")
 
 
+def run_command(arguments: list[str]) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "pdtrace", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+
+
 def test_the_example_explains_where_each_requests_time_went(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), str(tmp_path)],
@@ -28,6 +38,13 @@ def test_the_example_explains_where_each_requests_time_went(tmp_path: Path):
     assert all(0 < float(most) <= float(total) for _, total, most, _ in lines)
     assert lines[2][3] == lines[3][3] == "prefill.queue"  # no slot was free
     assert done.stdout.count("waited for slots, behind 'long'") >= 1
+    agent, why = (line.split() for line in done.stdout.splitlines()[-2:])
+    assert agent[:2] + why[:2] == ["pdtrace", "agent", "pdtrace", "why"]
+    run_command(agent[1:])
+    shown = " ".join(run_command([*why[1:], "third"]).split())
+    assert "third is not stalled" in shown
+    assert "prefill.queue" in shown
+    assert "Needed 1 slot in the running batch, 0 free; behind long." in shown
     rings = scan_rings(tmp_path)
     assert [path.name.split("-")[0] for path in rings] == ["gateway", "worker"]
     for path in rings:
