@@ -255,7 +255,12 @@ def describe(launcher: Launcher, console: Console) -> None:
     console.print(f"[bold]{state.model}[/] ({state.mode}) is ready at [bold]{state.url}[/]")
     console.print(table)
     body = json.dumps(
-        {"model": state.model, "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
+        {
+            "model": state.model,
+            "max_tokens": 64,
+            "stream": True,
+            "messages": [{"role": "user", "content": "Hello!"}],
+        }
     )
     console.print(
         f"\ntry it:\n  curl -N {state.url}/v1/chat/completions "
