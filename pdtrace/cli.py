@@ -199,7 +199,10 @@ def _find(timelines: Sequence[Timeline], wanted: str) -> Timeline:
             return found[0]
         if found:
             _ambiguous(wanted, found)
-    raise UsageError(f"none of {len(timelines)} requests has an id that begins with {wanted!r}")
+    raise UsageError(
+        f"none of {len(timelines)} requests has an id that begins with {wanted!r} "
+        "(a request in flight has no trace before it ends)"
+    )
 
 
 def _ambiguous(wanted: str, found: Sequence[Timeline]) -> NoReturn:

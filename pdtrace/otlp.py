@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from sys import intern
 from typing import Any, cast
 
 import msgspec
@@ -287,7 +288,7 @@ def _hex(value: Any, digits: int) -> str:
     text = str(value).lower()
     if len(text) != digits or not _HEX(text):
         raise ValueError(f"{value!r} does not have {digits} hex digits")
-    return text
+    return intern(text)
 
 
 def _enum(value: Any, names: Mapping[str, int]) -> int:
@@ -298,15 +299,15 @@ def _decode_attributes(encoded: Any) -> dict[str, AttrValue]:
     attributes: dict[str, AttrValue] = {}
     for item in encoded or ():
         carried = item.get("value") or {}
-        # Nearly every value is text or an integer.
+        # Nearly every value is text or an integer; the same few texts come again in every span.
         if "stringValue" in carried:
-            value = str(carried["stringValue"])
+            value = intern(str(carried["stringValue"]))
         elif "intValue" in carried:
             value = int(carried["intValue"])
         else:
             value = _decode_value(carried)
         if value is not None:
-            attributes[str(item["key"])] = value
+            attributes[intern(str(item["key"]))] = value
     return attributes
 
 

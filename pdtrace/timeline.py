@@ -240,6 +240,7 @@ def build_timeline(trace: Trace) -> Timeline:
     attributes: Mapping[str, AttrValue] = root.attributes if root else {}
     outcome = _outcome(attributes)
     overlaps = find_overlaps(placement)
+    recorders = _recorders(trace)
     output_tokens = integer(attributes, a.OUTPUT_TOKENS)
     return Timeline(
         trace_id=trace.trace_id,
@@ -270,11 +271,16 @@ def build_timeline(trace: Trace) -> Timeline:
         or _instance(placement, {Role.PREFILL, Role.WORKER}),
         decode_worker=text(attributes, a.DECODE_WORKER)
         or _instance(placement, {Role.DECODE, Role.WORKER}),
-        roles=frozenset(role for span in trace.spans if (role := role_of(span))),
-        hosts=frozenset(host for span in trace.spans if (host := host_id(span))),
+        roles=frozenset(role for span in recorders if (role := role_of(span))),
+        hosts=frozenset(host for span in recorders if (host := host_id(span))),
         span_count=len(trace.spans),
         attributes=attributes,
     )
+
+
+def _recorders(trace: Trace) -> tuple[Span, ...]:
+    """A span of each recording process: most spans of a process share its resource."""
+    return tuple({id(span.resource): span for span in trace.spans}.values())
 
 
 def _partition(placement: Placement, total: int) -> tuple[Segment, ...]:
@@ -476,7 +482,7 @@ def _unknowns(trace: Trace, placement: Placement, outcome: Outcome | None) -> It
         yield "No stage was recorded."
     elif not placement.exact:
         yield "Exact times are missing: stage boundaries are good to about 2 µs."
-    hosts = {host for span in trace.spans if (host := host_id(span))}
+    hosts = {host for span in _recorders(trace) if (host := host_id(span))}
     if len(hosts) > 1:
         yield f"Spans come from {len(hosts)} hosts; the error between their clocks is not known."
     known = len(placement.placed) + len(placement.attempts) + len(placement.rivals)

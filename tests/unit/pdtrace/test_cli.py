@@ -104,7 +104,10 @@ def test_tries_of_one_request_in_one_trace_are_told_apart_by_their_root_span(
 def test_unknown_id_is_one_line(recording: Path) -> None:
     result = invoke("why", "nobody", "--from", recording)
     assert result.exit_code == 2
-    assert result.stderr == "pdtrace: none of 13 requests has an id that begins with 'nobody'\n"
+    assert result.stderr == (
+        "pdtrace: none of 13 requests has an id that begins with 'nobody' "
+        "(a request in flight has no trace before it ends)\n"
+    )
 
 
 def test_slowest_gives_a_table_and_each_view(recording: Path) -> None:
