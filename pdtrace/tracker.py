@@ -6,7 +6,8 @@ machine: the caller feeds records and the time; it reads no files and no clock.
     OPEN (the first of a request)                                     → open
     COMPLETED, or the gateway let go of it or died
         and every leg let go, and those it was routed to were heard   → finished
-        else, after `grace_ns` of silence (at most ten times that)    → finished, incomplete
+        else, ten times `grace_ns` after the end, or after `grace_ns`
+        of silence if nobody is known to hold it                      → finished, incomplete
     no gateway on this host: every leg let go, `grace_ns` of silence  → finished
     more than `max_open` requests                                     → the oldest, incomplete
 
@@ -182,7 +183,9 @@ class RequestTracker:
                 continue
             missing = self._still_waits_for(request, instances)
             overdue = now_ns - request.ended_ns >= self._grace_ns * MAX_GRACES
-            if missing is None or silent or overdue:
+            # A worker that lives and holds a leg is silent during a long step, no more.
+            unheard = silent and not request.held
+            if missing is None or unheard or overdue:
                 done.append(self._finish(root_id, missing))
         while len(self._open) > self._max_open:
             self.counts.evicted += 1
