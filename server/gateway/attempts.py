@@ -106,6 +106,7 @@ class Attempts:
         self._open: dict[str, Attempt] = {}
         self.use: dict[str, WorkerUse] = {}
         """Per incarnation of a worker."""
+        self._lost: dict[str, list[str]] = {}  # handoffs it may hold, per incarnation given up
 
     def __len__(self) -> int:
         return len(self._open)
@@ -162,13 +163,23 @@ class Attempts:
         self._close_leg(attempt, message.instance)
 
     def worker_gone(self, peer: Peer) -> None:
-        """A worker died: it holds nothing any more, and what it had is lost."""
+        """A worker counts as dead: what it had is lost. If it only stood still: `worker_back`."""
         for attempt in list(self._open.values()):
             if attempt.open_legs.get(peer.instance) == peer:
+                self._lost.setdefault(peer.incarnation, []).append(attempt.handoff_id)
                 if not attempt.answered:
                     attempt.mailbox.put(WorkerGone(peer))
                 self._close_leg(attempt, peer.instance)
         self.use.pop(peer.incarnation, None)
+
+    def worker_replaced(self, peer: Peer) -> None:
+        """Another incarnation took the place of `peer`, which cannot come back."""
+        self._lost.pop(peer.incarnation, None)
+
+    def worker_back(self, peer: Peer) -> None:
+        """A worker is alive. If it was given up, it must not go on with what it had."""
+        for handoff_id in self._lost.pop(peer.incarnation, ()):
+            self._cancel_at(peer, handoff_id, Outcome.FAILED, WorkerLost.code, by=GATEWAY)
 
     def cancel(self, attempt: Attempt, outcome: Outcome, reason: str, *, by: str) -> None:
         """Tell the legs that are open to stop; once per attempt."""
@@ -177,16 +188,15 @@ class Attempts:
         attempt.cancelled = True
         self._saw_token(attempt)
         for peer in attempt.open_legs.values():
-            self._send(
-                peer.endpoint,
-                Cancel(
-                    handoff_id=attempt.handoff_id,
-                    outcome=outcome,
-                    reason=reason,
-                    by=by,
-                    gateway=self._me,
-                ),
-            )
+            self._cancel_at(peer, attempt.handoff_id, outcome, reason, by=by)
+
+    def _cancel_at(
+        self, peer: Peer, handoff_id: str, outcome: Outcome, reason: str, *, by: str
+    ) -> None:
+        self._send(
+            peer.endpoint,
+            Cancel(handoff_id=handoff_id, outcome=outcome, reason=reason, by=by, gateway=self._me),
+        )
 
     def leg_refused(self, attempt: Attempt, peer: Peer) -> None:
         """The request did not get on its way to `peer`, which therefore holds nothing."""

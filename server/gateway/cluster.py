@@ -90,6 +90,8 @@ class Cluster:
             replaced = self._registry.observe(message, time.monotonic())
             if replaced is not None:
                 self._lose(replaced, "was started again")
+                self.attempts.worker_replaced(replaced)
+            self.attempts.worker_back(message.peer)
             for mailbox in self._without_worker:
                 mailbox.put(WorkersChanged())
         else:

@@ -121,6 +121,24 @@ async def test_dead_worker_fails_its_requests_and_no_others(tmp_path: Path, how:
         healthy.cancel()
 
 
+async def test_worker_that_comes_back_is_told_to_stop_what_it_was_given_up_for(
+    tmp_path: Path,
+) -> None:
+    async with gateway_under_test(
+        tmp_path, decode_script=endless(gap_s=0.02), dead_after_s=0.4
+    ) as g:
+        request = asyncio.create_task(g.complete())
+        await g.dispatched()
+        g.decode.beats = False
+        assert (await request).json()["error"]["code"] == "worker_lost"
+        assert g.decode.cancels == []
+        g.decode.beats = True
+        await g.decode.until(lambda worker: bool(worker.cancels))
+        (cancel,) = g.decode.cancels
+    assert cancel.handoff_id == g.decode.requests[0].context.handoff_id
+    assert (cancel.outcome, cancel.reason, cancel.by) == ("failed", "worker_lost", "gateway")
+
+
 async def test_gateway_that_stood_still_does_not_take_its_workers_for_dead(tmp_path: Path) -> None:
     script = speak("abcdef", gap_s=0.02)
     async with gateway_under_test(tmp_path, decode_script=script, dead_after_s=0.3) as g:
