@@ -152,7 +152,7 @@ def check_recording(recording: Recording) -> CheckReport:
         _unexplained(timelines),
         *(_by_kind(name, title, kinds, timelines) for name, title, kinds in _RULES),
         _ids_present(requests, timelines),
-        _one_trace_per_request(timelines),
+        _one_trace_per_request(requests, timelines),
         _roles(timelines),
         _complete(timelines),
     ]
@@ -258,17 +258,36 @@ def _ids_present(requests: Sequence[Trace], timelines: Sequence[Timeline]) -> Ru
     )
 
 
-def _one_trace_per_request(timelines: Sequence[Timeline]) -> Rule:
+def _one_trace_per_request(requests: Sequence[Trace], timelines: Sequence[Timeline]) -> Rule:
+    """A caller may use an id again: then each trace has a root and handoffs of its own. A trace
+    without a root, or a handoff in two traces, is a request whose context was lost on the way."""
     traces: defaultdict[str, set[str]] = defaultdict(set)
-    for timeline in timelines:
-        if timeline.request_id is not None:
-            traces[timeline.request_id].add(timeline.trace_id)
+    rootless: set[str] = set()
+    handoffs: defaultdict[str, set[str]] = defaultdict(set)
+    owners: defaultdict[str, set[str]] = defaultdict(set)  # handoff → request ids
+    for trace, timeline in zip(requests, timelines, strict=True):
+        if timeline.request_id is None:
+            continue
+        traces[timeline.request_id].add(timeline.trace_id)
+        if timeline.root_id is None:
+            rootless.add(timeline.trace_id)
+        for span in trace.spans:
+            handoff = text(span.attributes, a.HANDOFF_ID)
+            if handoff is not None:
+                handoffs[handoff].add(timeline.trace_id)
+                owners[handoff].add(timeline.request_id)
+    torn = {
+        request_id
+        for handoff, found in handoffs.items()
+        if len(found) > 1
+        for request_id in owners[handoff]
+    }
     breaches = [
         f"{request_id}: traces {_listed(found)}"
         for request_id, found in traces.items()
-        if len(found) > 1
+        if len(found) > 1 and (request_id in torn or found & rootless)
     ]
-    return _rule("one_trace", "one trace per request id", len(traces), breaches)
+    return _rule("one_trace", "the spans of a request are in one trace", len(traces), breaches)
 
 
 def _roles(timelines: Sequence[Timeline]) -> Rule:

@@ -135,10 +135,28 @@ def test_unexplained_time_breaks_its_rule_above_one_percent() -> None:
     assert 0 < report.unexplained_share < 0.01
 
 
-def test_one_request_id_in_two_traces_breaks_a_rule() -> None:
-    again = Story(start_s=10).trace()
-    report = check_recording(recording_of(Story().trace(), again))
-    assert broken_rules(report) == {"one_trace"}
+def with_handoff(handoff_id: str, story: Story) -> Trace:
+    return edited(
+        lambda span: replace(span, attributes={**span.attributes, a.HANDOFF_ID.key: handoff_id}),
+        story,
+    )
+
+
+def test_request_id_used_again_by_the_caller_is_another_request() -> None:
+    first, again = with_handoff("h-1", Story()), with_handoff("h-2", Story(start_s=10))
+    assert check_recording(recording_of(first, again)).ok
+
+
+def test_one_handoff_in_two_traces_breaks_a_rule() -> None:
+    first, again = with_handoff("h-1", Story()), with_handoff("h-1", Story(start_s=10))
+    assert broken_rules(check_recording(recording_of(first, again))) == {"one_trace"}
+
+
+def test_spans_of_a_request_in_a_trace_without_a_root_break_a_rule() -> None:
+    """A process that lost the context on the way starts a trace of its own."""
+    whole = with_handoff("h-1", Story())
+    lost = edited(lambda span: span if span.name == "prefill.compute" else None, Story(start_s=10))
+    assert "one_trace" in broken_rules(check_recording(recording_of(whole, lost)))
 
 
 def test_one_token_requests_need_no_decode() -> None:
