@@ -164,7 +164,7 @@ MARKS: Mapping[Mark, MarkSpec] = MappingProxyType(
                 a.ROUTE_REASON,
             ),
         ),
-        Mark.DISPATCHED: MarkSpec(_GATEWAY, "Both legs sent."),
+        Mark.DISPATCHED: MarkSpec(_GATEWAY, "Both legs are about to be sent."),
         Mark.FIRST_TOKEN_SENT: MarkSpec(
             _GATEWAY, "First content bytes written to the client's socket. TTFT ends here."
         ),

@@ -1,30 +1,26 @@
 """From a `ProcessConfig` to a running worker, and back to nothing: what the three workers share.
 
-Owns the order of opening and closing (engine, recorder, sockets, heartbeat), signals, and how long
-a stop may take; knows nothing of what a worker does.
+Owns the order of opening and closing (engine, recorder, sockets, heartbeat) and how long a stop may
+take; knows nothing of what a worker does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import threading
 import time
-from collections.abc import Callable, Generator
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 from pdtrace.clock import SYSTEM_CLOCK
-from pdtrace.errors import PdtraceError
-from pdtrace.recorder import Recorder
 from pdtrace.stages import Role
 from server.config import ProcessConfig
 from server.engine.base import Engine
 from server.engine.loader import EngineConfig, load_engine
 from server.errors import StartError
 from server.heartbeat import HeartbeatThread, Progress
+from server.lifecycle import open_recorder, stop_on_signals
 from server.scheduler import Ports, Scheduler
 from server.wire.sockets import Inbox, Outbox
 
@@ -53,13 +49,13 @@ def serve(
     """
     stop = threading.Event() if stop is None else stop
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_stop_on_signals(stop))
+        stack.enter_context(stop_on_signals(stop))
         inbox = Inbox(config.endpoint)
         stack.callback(inbox.close)
         if engine is None:
             engine = _load(config, role)
         stack.callback(engine.close)
-        recorder = _open_recorder(config, role)
+        recorder = open_recorder(config, role)
         stack.callback(recorder.close)
         outbox = Outbox()
         stack.callback(outbox.close)
@@ -137,33 +133,3 @@ def _load(config: ProcessConfig, role: Role) -> Engine:
             device=settings.device,
         )
     )
-
-
-def _open_recorder(config: ProcessConfig, role: Role) -> Recorder:
-    if not config.settings.record:
-        return Recorder.disabled()
-    rings = Path(config.settings.rings_path)
-    try:
-        return Recorder.open(rings, role=role, instance=config.instance)
-    except PdtraceError as error:
-        raise StartError(f"{config.instance} cannot record in {rings}: {error}") from error
-
-
-@contextlib.contextmanager
-def _stop_on_signals(stop: threading.Event) -> Generator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers; a worker in a thread is stopped by `stop`
-        return
-
-    def request_stop(number: int, _frame: FrameType | None) -> None:
-        _logger.info("received %s", signal.Signals(number).name)
-        stop.set()
-
-    previous = {
-        number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -25,6 +25,7 @@ from server.errors import StartError
 from server.gateway.http import create_app
 from server.gateway.pipeline import Gateway
 from server.gateway.protocol import GatewayProtocol
+from server.lifecycle import open_recorder
 from server.tokenizer import load_tokenizer
 from server.wire.messages import Peer
 from server.wire.sockets import AsyncInbox, Outbox
@@ -56,10 +57,7 @@ async def _serve(config: ProcessConfig, listener: socket.socket) -> None:
     outbox = Outbox()
     recorder = Recorder.disabled()
     try:
-        if settings.record:
-            recorder = Recorder.open(
-                settings.rings_path, role=Role.GATEWAY, instance=config.instance
-            )
+        recorder = open_recorder(config, Role.GATEWAY)
         gateway = Gateway(
             settings=settings,
             me=Peer(

@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator
-from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
 from pdtrace.clock import SYSTEM_CLOCK, Clock
-from pdtrace.errors import PdtraceError
 from pdtrace.recorder import Recorder
 from pdtrace.stages import Gauge, Mark, Outcome, Role, WaitReason
 from server.config import ProcessConfig
@@ -39,6 +34,7 @@ from server.kv.transfer.jobs import Job, JobTable, TransferHandoff
 from server.kv.transfer.policy import CopyPlan, JobView, plan_copies
 from server.kv.transfer.shm import ShmTransfer
 from server.kv.transfer.tcp import TcpTransfer
+from server.lifecycle import open_recorder, stop_on_signals
 from server.wire.messages import (
     AnyMessage,
     CancelCopies,
@@ -308,7 +304,8 @@ class TransferWorker:
         handoff.trace.abort(outcome, reason, by=self.config.instance)
         handoff.trace.end()
         self.jobs.close(handoff.handoff_id)
-        _logger.warning("handoff %s: copy failed: %s: %s", handoff.handoff_id, reason, message)
+        level = logging.INFO if reason is Reason.CANCELLED else logging.WARNING
+        _logger.log(level, "handoff %s: copy ended: %s: %s", handoff.handoff_id, reason, message)
         failed = CopyFailed(
             handoff_id=handoff.handoff_id, index=index, reason=reason, message=message
         )
@@ -397,10 +394,10 @@ def run(config: ProcessConfig, *, stop: threading.Event | None = None) -> None:
     with contextlib.ExitStack() as stack:
         transfer = _make_transfer(config)
         stack.callback(transfer.close)
-        stack.enter_context(_stop_on_signals(stop, transfer))
+        stack.enter_context(stop_on_signals(stop, transfer.wake))
         inbox = Inbox(config.endpoint, on_arrival=transfer.wake)
         stack.callback(inbox.close)
-        recorder = _open_recorder(config)
+        recorder = open_recorder(config, Role.TRANSFER)
         stack.callback(recorder.close)
         outbox = Outbox()
         stack.callback(outbox.close)
@@ -443,34 +440,3 @@ def _make_transfer(config: ProcessConfig) -> KvTransfer:
     if config.transfer_address is None:
         raise StartError(f"{config.instance} has no transfer_address, TCP transfer needs one")
     return TcpTransfer(config.transfer_address, copy_timeout_s=config.settings.deadlines.transfer_s)
-
-
-def _open_recorder(config: ProcessConfig) -> Recorder:
-    if not config.settings.record:
-        return Recorder.disabled()
-    rings = Path(config.settings.rings_path)
-    try:
-        return Recorder.open(rings, role=Role.TRANSFER, instance=config.instance)
-    except PdtraceError as error:
-        raise StartError(f"{config.instance} cannot record in {rings}: {error}") from error
-
-
-@contextlib.contextmanager
-def _stop_on_signals(stop: threading.Event, transfer: KvTransfer) -> Generator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers; in another thread `stop` ends the loop
-        return
-
-    def request_stop(number: int, _frame: FrameType | None) -> None:
-        _logger.info("received %s", signal.Signals(number).name)
-        stop.set()
-        transfer.wake()
-
-    previous = {
-        number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
