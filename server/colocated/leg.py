@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from server.engine.base import SamplingParams
 from server.generating import GeneratingLeg
 from server.kv.radix import Match
 from server.request import COLOCATED_INFO, COLOCATED_TRANSITIONS, ColocatedState
@@ -41,3 +42,7 @@ class ColocatedLeg(GeneratingLeg[ColocatedState]):
     def table(self) -> list[int]:
         """Page table of the sequence."""
         return self.own_pages if self.match is None else [*self.match.pages, *self.own_pages]
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.generation.sampling

@@ -12,18 +12,18 @@ from pdtrace.stages import Gauge, Outcome, Role
 from server.colocated.leg import ColocatedLeg
 from server.colocated.policy import ColocatedPlan, ColocatedSnapshot, plan_colocated
 from server.config import ProcessConfig
-from server.engine.base import Engine, PrefillChunk
+from server.engine.base import Engine
 from server.faults import FaultHolds
 from server.generating import GeneratingScheduler
-from server.kv.radix import LOCK_OWNER, Match, RadixCache
+from server.kv.radix import LOCK_OWNER, RadixCache
 from server.kv.radix import OWNER as CACHE
 from server.prefill.policy import Chunk, QueuedPrompt, RunningPrompt
+from server.prompts import PromptPages, chunk_work
 from server.request import ColocatedState, Ending
 from server.scheduler import IDLE_WAIT_S, Ports
 from server.serve import serve
 from server.wire.messages import AnyMessage, ColocatedRequest, WorkerLoad
 
-_LOOKAHEAD = 8  # queued prompts whose cached prefix is looked up for a plan
 _S = ColocatedState
 
 
@@ -33,6 +33,7 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
     def __init__(self, config: ProcessConfig, engine: Engine, ports: Ports) -> None:
         super().__init__(config, engine, ports)
         self.cache = RadixCache(self.allocator, engine.layout.page_size)
+        self._prompts = PromptPages(self.allocator, self.cache)
 
     def step(self, max_wait_s: float = IDLE_WAIT_S) -> None:
         """Receive, plan, run, publish."""
@@ -106,7 +107,9 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
         occupied = 0
         for leg in self.legs:
             if leg.state is _S.QUEUED:
-                queue.append(self._queued(leg, len(queue), now_ns))
+                queue.append(
+                    self._prompts.queued(leg, len(queue), self.pages_to_reserve(leg), now_ns)
+                )
             elif leg.state is _S.PREFILLING and leg.token_id is None:
                 prompt = RunningPrompt(
                     handoff_id=leg.handoff_id,
@@ -122,81 +125,30 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
             prefilling=tuple(prompt for _, prompt in prefilling),
             running=self.running_sequences(now_ns),
             preempted=self.preempted_sequences(),
-            pages=self.page_budget(
-                self.allocator.num_free + self.cache.num_evictable, lambda leg: len(leg.table)
-            ),
+            pages=self.page_budget(self._prompts.num_available, lambda leg: len(leg.table)),
             budget=self.settings.prefill_budget,
             max_running=self.settings.max_running,
             chunked=self.settings.chunked,
             occupied=occupied,
         )
 
-    def _queued(self, leg: ColocatedLeg, position: int, now_ns: int) -> QueuedPrompt:
-        pages = self.pages_to_reserve(leg)
-        tokens = leg.prompt_len
-        if position < _LOOKAHEAD:
-            match = self._match(leg)
-            tokens -= match.num_tokens
-            # A cached page costs a page only if it counts as free: locking it takes it away.
-            pages -= sum(not self.allocator.held_only_by(page, CACHE) for page in match.pages)
-        return QueuedPrompt(
-            handoff_id=leg.handoff_id,
-            request_id=leg.request_id,
-            tokens=tokens,
-            pages=pages,
-            passes=leg.passes,
-            held=leg.holds.held("prefill.queue", now_ns),
-        )
-
-    def _match(self, leg: ColocatedLeg) -> Match:
-        return self.cache.match(leg.prompt_ids, leg.prompt_len - 1)
-
     def _apply(self, plan: ColocatedPlan) -> None:
         self.apply_pages(plan.pages)
         for handoff_id, passes in plan.passes.items():
             self.legs[handoff_id].passes = passes
         starting = [self.legs[handoff_id] for handoff_id in plan.start]
-        # All matches are locked before any page is taken: taking pages may evict cached ones.
+        self._prompts.claim(starting, self.pages_to_reserve, self.take_pages)
         for leg in starting:
-            leg.match = self._match(leg)
-            self.cache.lock(leg.match)
-        for leg in starting:
-            assert leg.match is not None
-            needed = self.pages_to_reserve(leg) - len(leg.match.pages)
-            pages = self.take_pages(needed, leg.handoff_id)
-            if pages is None:  # growing took cached pages that the plan counted on
-                self.cache.unlock(leg.match)
-                leg.match = None
-                continue
-            leg.own_pages = pages
-            leg.cached_tokens = leg.computed = leg.match.num_tokens
+            leg.cached_tokens = leg.computed
 
     def take_pages(self, num_pages: int, owner: str) -> list[int] | None:
         """Pages out of the free ones, then out of the cache."""
-        lacking = num_pages - self.allocator.num_free
-        if lacking > 0:
-            self.cache.evict(lacking)
-        return self.allocator.try_allocate(num_pages, owner)
+        return self._prompts.take(num_pages, owner)
 
     # -- run ----------------------------------------------------------------------------------
 
     def _run_prompts(self, chunks: tuple[Chunk, ...]) -> None:
-        batch: list[ColocatedLeg] = []
-        work: list[PrefillChunk] = []
-        for chunk in chunks:
-            leg = self.legs[chunk.handoff_id]
-            if leg.match is None:
-                continue  # got no pages
-            end = min(leg.computed + chunk.tokens, leg.prompt_len)
-            batch.append(leg)
-            work.append(
-                PrefillChunk(
-                    token_ids=leg.prompt_ids[leg.computed : end],
-                    start=leg.computed,
-                    pages=leg.table,
-                    sampling=leg.generation.sampling if end == leg.prompt_len else None,
-                )
-            )
+        batch, work = chunk_work(chunks, self.legs.__getitem__)
         if not batch:
             return
         self._again = True

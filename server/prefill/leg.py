@@ -58,7 +58,7 @@ class PrefillLeg(Leg[PrefillState]):
         return 0 if self.match is None else self.match.num_tokens
 
     @property
-    def pages(self) -> list[int]:
+    def table(self) -> list[int]:
         """Page table of the prompt."""
         cached = () if self.match is None else self.match.pages
         return [*cached, *self.own_pages]

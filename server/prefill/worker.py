@@ -11,10 +11,10 @@ from collections import OrderedDict
 
 from pdtrace.stages import Gauge, Outcome, Role, WaitReason
 from server.config import ProcessConfig
-from server.engine.base import Engine, PrefillChunk
+from server.engine.base import Engine
 from server.engine.validation import check_sampling
 from server.faults import FaultHolds
-from server.kv.radix import LOCK_OWNER, Match, RadixCache
+from server.kv.radix import LOCK_OWNER, RadixCache
 from server.kv.radix import OWNER as CACHE
 from server.kv.transfer.base import Reason
 from server.prefill.handshake import find_mismatch
@@ -27,6 +27,7 @@ from server.prefill.policy import (
     RunningPrompt,
     plan_prefill,
 )
+from server.prompts import PromptPages, chunk_work
 from server.quarantine import Quarantine
 from server.request import NS_PER_S, Ending, PrefillState
 from server.scheduler import IDLE_WAIT_S, Ports, Scheduler
@@ -48,7 +49,6 @@ from server.wire.messages import (
 )
 
 MAX_EARLY_RESERVATIONS = 1024
-_LOOKAHEAD = 8  # queued prompts whose cached prefix is looked up for a plan
 _S = PrefillState
 
 
@@ -58,6 +58,7 @@ class PrefillWorker(Scheduler[PrefillLeg]):
     def __init__(self, config: ProcessConfig, engine: Engine, ports: Ports) -> None:
         super().__init__(config, engine, ports)
         self.cache = RadixCache(self.allocator, engine.layout.page_size)
+        self._prompts = PromptPages(self.allocator, self.cache)
         self.quarantine = Quarantine()
         self.registration = self.new_registration()
         self._pool = PoolRef(owner=config.instance, incarnation=config.incarnation)
@@ -243,81 +244,31 @@ class PrefillWorker(Scheduler[PrefillLeg]):
                     )
                 )
             elif leg.state is _S.QUEUED:
-                queue.append(self._queued(leg, len(queue), now_ns))
+                queue.append(self._prompts.queued(leg, len(queue), self._pages_of(leg), now_ns))
         running.sort(key=lambda entry: entry[0])
         return PrefillSnapshot(
             running=tuple(prompt for _, prompt in running),
             queue=tuple(queue),
-            pages=self.page_budget(
-                self.allocator.num_free + self.cache.num_evictable, lambda leg: leg.num_pages
-            ),
+            pages=self.page_budget(self._prompts.num_available, lambda leg: leg.num_pages),
             budget=self.settings.prefill_budget,
         )
-
-    def _queued(self, leg: PrefillLeg, position: int, now_ns: int) -> QueuedPrompt:
-        pages = self.engine.layout.pages_for(leg.prompt_len)
-        tokens = leg.prompt_len
-        if position < _LOOKAHEAD:
-            match = self._match(leg)
-            tokens -= match.num_tokens
-            # A cached page costs a page only if it counts as free: locking it takes it away.
-            pages -= sum(not self.allocator.held_only_by(page, CACHE) for page in match.pages)
-        return QueuedPrompt(
-            handoff_id=leg.handoff_id,
-            request_id=leg.request_id,
-            tokens=tokens,
-            pages=pages,
-            passes=leg.passes,
-            held=leg.holds.held("prefill.queue", now_ns),
-        )
-
-    def _match(self, leg: PrefillLeg) -> Match:
-        return self.cache.match(leg.prompt_ids, leg.prompt_len - 1)
 
     def _start(self, plan: PrefillPlan) -> None:
         for handoff_id, passes in plan.passes.items():
             self.legs[handoff_id].passes = passes
-        starting = [self.legs[handoff_id] for handoff_id in plan.start]
-        # All matches are locked before any page is taken: taking pages may evict cached ones.
-        for leg in starting:
-            leg.match = self._match(leg)
-            self.cache.lock(leg.match)
-        for leg in starting:
-            assert leg.match is not None
-            needed = self.engine.layout.pages_for(leg.prompt_len) - len(leg.match.pages)
-            pages = self._take_pages(needed, leg.handoff_id)
-            if pages is None:  # the estimate for prompts beyond the lookahead was too low
-                self.cache.unlock(leg.match)
-                leg.match = None
-                continue
-            leg.own_pages = pages
-            leg.computed = leg.match.num_tokens
+        self._prompts.claim(
+            [self.legs[handoff_id] for handoff_id in plan.start],
+            self._pages_of,
+            self._prompts.take,
+        )
 
-    def _take_pages(self, num_pages: int, owner: str) -> list[int] | None:
-        lacking = num_pages - self.allocator.num_free
-        if lacking > 0:
-            self.cache.evict(lacking)
-        return self.allocator.try_allocate(num_pages, owner)
+    def _pages_of(self, leg: PrefillLeg) -> int:
+        return self.engine.layout.pages_for(leg.prompt_len)
 
     # -- run ----------------------------------------------------------------------------------
 
     def _run(self, chunks: tuple[Chunk, ...]) -> None:
-        batch: list[PrefillLeg] = []
-        work: list[PrefillChunk] = []
-        for chunk in chunks:
-            leg = self.legs[chunk.handoff_id]
-            if leg.match is None:
-                continue  # got no pages
-            end = min(leg.computed + chunk.tokens, leg.prompt_len)
-            batch.append(leg)
-            work.append(
-                PrefillChunk(
-                    token_ids=leg.prompt_ids[leg.computed : end],
-                    start=leg.computed,
-                    pages=leg.pages,
-                    sampling=leg.sampling if end == leg.prompt_len else None,
-                )
-            )
+        batch, work = chunk_work(chunks, self.legs.__getitem__)
         if not batch:
             return
         self._again = True
@@ -352,7 +303,7 @@ class PrefillWorker(Scheduler[PrefillLeg]):
             if self.held(leg, "prefill.compute", now_ns):
                 continue
             leg.advance(_S.SENDING, now_ns)
-            self.cache.insert(leg.prompt_ids, leg.pages)
+            self.cache.insert(leg.prompt_ids, leg.table)
             self._hand_over(leg, leg.token_id, now_ns)
             if leg.ending is None:
                 self._copy(leg, leg.num_pages, last=True)
@@ -400,7 +351,7 @@ class PrefillWorker(Scheduler[PrefillLeg]):
                 index=leg.num_jobs,
                 last=last,
                 source=self._pool,
-                source_pages=tuple(leg.pages[span]),
+                source_pages=tuple(leg.table[span]),
                 destination=leg.reservation.pool,
                 destination_pages=leg.reservation.pages[span],
                 transfer_address=leg.reservation.transfer_address,
