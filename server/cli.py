@@ -150,7 +150,8 @@ def up(
     allow_faults: Annotated[
         bool,
         typer.Option(
-            "--allow-faults", help="Let requests delay a stage by the header X-PD-Fault (tests)."
+            "--allow-faults",
+            help="Let requests delay a stage (tests). Header X-PD-Faults: STAGE=MS",
         ),
     ] = DEFAULTS.allow_faults,
     record: Annotated[
