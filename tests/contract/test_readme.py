@@ -1,5 +1,6 @@
-"""Every command that the README shows is run, as written, and the example too.
+"""Every command that the README shows is run, as written but for the port, and the example too.
 
+The README's port may be taken here, so each command gets a free one in its place.
 `make` targets are run by `.ci/run` itself. `python -m server up` runs in the background while the
 commands below it in the same block run; it has to be stopped, so it has to be the block's first.
 """
@@ -16,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from server.launch import free_loopback_port
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -107,7 +110,8 @@ class Background:
 def recorded(checkout: Path) -> Iterator[Path]:
     """The checkout after the README's server block has run, so that `run/latest` is a recording."""
     (block,) = (b for b in blocks("sh") if any(is_server(c) for c in commands(b)))
-    first, *rest = commands(block)
+    (shown,) = re.findall(r"--port (\d+)", block)
+    first, *rest = commands(block.replace(shown, str(free_loopback_port())))
     assert is_server(first)
     server = Background(first, checkout, checkout / "server-output")
     try:
