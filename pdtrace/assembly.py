@@ -168,17 +168,23 @@ class _Assembly:
             self._draft(stage, last, completed.leg, max(ends), completed.t_ns)
 
     def _end_with_the_attempt(self) -> None:
-        """What runs beside the chain must not be the attempt's child that ends last: Jaeger's
-        critical path would follow it in place of the chain. An answer in one piece leaves after
-        the attempt, so there the first token's way is such a span too."""
+        """What runs beside the chain must not be the attempt's child that ends last, nor end in
+        the microsecond in which a chain stage ends: Jaeger's critical path would follow it in
+        place of the chain. An answer in one piece leaves after the attempt, so there the first
+        token's way is such a span too."""
+        beside: list[tuple[int, Draft]] = []
+        chain_ends: set[int] = set()
         for (number, name), drafts in self.drafts.items():
-            end = self.evidence.attempts[number].end
             ends_with_answer = STAGE_BY_NAME[name].end is Mark.FIRST_TOKEN_SENT
             if name in self.chain_names and not (ends_with_answer and not self.evidence.streams):
-                continue
-            for draft in drafts:
-                draft.gap_ns = SIDE_GAP_NS
-                draft.shown_until_ns = end.t_ns
+                chain_ends.update(draft.shown_end_ns(self.anchor) for draft in drafts)
+            else:
+                beside += ((number, draft) for draft in drafts)
+        for number, draft in beside:
+            draft.gap_ns = SIDE_GAP_NS
+            draft.shown_until_ns = self.evidence.attempts[number].end.t_ns
+            while draft.shown_end_ns(self.anchor) in chain_ends:
+                draft.gap_ns += CHAIN_GAP_NS
 
     def _owner(self, stage: Stage, end: End) -> Leg:
         """The process that would have recorded the end mark, where it recorded anything."""

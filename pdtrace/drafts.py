@@ -52,14 +52,20 @@ class Draft:
             self.status_message = end.reason or end.outcome
             self.attributes[a.ERROR_TYPE.key] = end.reason or end.outcome
 
+    def shown_end_ns(self, anchor: ClockAnchor) -> int:
+        """Where the exported span ends unless that is before its start: Unix time, whole
+        microseconds, `gap_ns` before its mark."""
+        until_ns = self.end_ns
+        if self.shown_until_ns is not None:
+            until_ns = min(until_ns, self.shown_until_ns)
+        offset_ns = anchor.wall_ns - anchor.monotonic_ns
+        return max(until_ns + offset_ns, 0) // 1_000 * 1_000 - self.gap_ns
+
     def span(self, request: CollectedRequest, anchor: ClockAnchor) -> Span:
         """The finished span: in wall time, aligned to microseconds."""
         offset_ns = anchor.wall_ns - anchor.monotonic_ns
         start_ns = max(self.begin_ns + offset_ns, 0) // 1_000 * 1_000
-        shown_ns = self.end_ns
-        if self.shown_until_ns is not None:
-            shown_ns = min(shown_ns, self.shown_until_ns)
-        end_ns = max(shown_ns + offset_ns, 0) // 1_000 * 1_000 - self.gap_ns
+        end_ns = self.shown_end_ns(anchor)
         self.attributes[a.BEGIN_NS.key] = self.begin_ns
         self.attributes[a.END_NS.key] = self.end_ns
         return Span(
