@@ -49,5 +49,5 @@ lock: setup ## resolve requirements/dev.txt anew from pyproject.toml
 
 clean: ## remove .venv and caches; recordings in run/ stay
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
-	find pdtrace server tests examples benchmarks dashboards -name __pycache__ -type d -prune -exec rm -rf {} +
+	find pdtrace server tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 	@[ ! -d run ] || echo "kept: run/ (recordings); remove it by hand"
