@@ -16,14 +16,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
 import msgspec
@@ -38,6 +35,7 @@ from pdtrace.otlp import decode_line, encode_line
 from pdtrace.sink import MAX_FILE_BYTES, MAX_FILES, FileSink, SinkPosition, lines_since
 from pdtrace.spans import AttrValue, Span, Trace
 from pdtrace.stages import ROOT_SPAN
+from pdtrace.stopping import Stop, StopFlag, stop_on_signals
 from pdtrace.tails import RingState, RingTails
 from pdtrace.timeline import build_timeline
 from pdtrace.tracker import DEFAULT_GRACE_NS, DEFAULT_MAX_OPEN, RequestTracker
@@ -204,7 +202,7 @@ class Agent:
             self._save_state()
         return self._tails.counts.records - before
 
-    def run(self, stop: threading.Event, *, until_closed: bool = False) -> None:
+    def run(self, stop: Stop, *, until_closed: bool = False) -> None:
         """Polls until `stop` is set or, with `until_closed`, until every ring is finished.
 
         When told to stop it goes on for up to `grace_s` while rings are still written, so that a
@@ -369,7 +367,7 @@ def run_agent(
     *,
     out: str | Path | None = None,
     until_closed: bool = False,
-    stop: threading.Event | None = None,
+    stop: Stop | None = None,
     config: AgentConfig | None = None,
 ) -> AgentSummary:
     """Runs an agent with verdicts and the exporters that the OTEL_* variables ask for.
@@ -387,7 +385,7 @@ def run_agent(
             exporter.close(0)
         raise
     try:
-        agent.run(stop or threading.Event(), until_closed=until_closed)
+        agent.run(stop or StopFlag(), until_closed=until_closed)
     finally:
         summary = agent.close()
         _log.info("agent done: %s", summary.line())
@@ -406,22 +404,13 @@ def agent_command(
     0 after an orderly end, 2 with one line on stderr when it cannot start. With `as_json` the
     totals are printed as one JSON object at the end. Call it from the main thread.
     """
-    stop = threading.Event()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    previous = {
-        number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    stop = StopFlag()
     try:
-        summary = run_agent(rings, out=out, until_closed=until_closed, stop=stop)
+        with stop_on_signals(stop):
+            summary = run_agent(rings, out=out, until_closed=until_closed, stop=stop)
     except PdtraceError as error:
         print(f"pdtrace agent: {error}", file=sys.stderr)
         return 2
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
     if as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)
     return 0

@@ -96,6 +96,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value < low:
                 raise StartError(f"{name} is {value}, expected at least {low}")
+        for name in ("heartbeat_s", "dead_after_s", "stalled_after_s", "gap_threshold_s"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise StartError(f"{name} is {value}, expected more than 0")
         for name, choices in (
             ("mode", (PD, COLOCATED)),
             ("policy", ("round_robin", "least_loaded", "prefix_aware")),

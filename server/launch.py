@@ -444,9 +444,9 @@ def run_server(
     try:
         launcher.catch_signals()
         launcher.start()
-        if latest:
-            point_latest(launcher.run_dir.path)
         if launcher.wait_until_ready(timeout_s=start_timeout_s, progress=progress):
+            if latest:  # not earlier: a failed start has nothing to show
+                point_latest(launcher.run_dir.path)
             on_ready(launcher)
             launcher.watch()
     except StartError as error:

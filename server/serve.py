@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from pdtrace.clock import SYSTEM_CLOCK
 from pdtrace.stages import Role
+from pdtrace.stopping import Stop, StopFlag, stop_on_signals
 from server.config import ProcessConfig
 from server.engine.base import Engine
 from server.engine.loader import EngineConfig, load_engine
 from server.errors import StartError
 from server.heartbeat import HeartbeatThread, Progress
-from server.lifecycle import open_recorder, stop_on_signals
+from server.recording import open_recorder
 from server.scheduler import Ports, Scheduler
 from server.wire.sockets import Inbox, Outbox
 
@@ -41,13 +41,13 @@ def serve(
     role: Role,
     make_worker: MakeWorker,
     engine: Engine | None = None,
-    stop: threading.Event | None = None,
+    stop: Stop | None = None,
 ) -> None:
     """Run the worker until SIGTERM, SIGINT or `stop`; every request in flight is answered.
 
     Closes the engine. Raises StartError or ModelError when it cannot start.
     """
-    stop = threading.Event() if stop is None else stop
+    stop = StopFlag() if stop is None else stop
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop_on_signals(stop))
         inbox = Inbox(config.endpoint)

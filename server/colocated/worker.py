@@ -6,9 +6,8 @@ Owns the colocated legs, their pages and the prefix cache; what a step computes 
 
 from __future__ import annotations
 
-import threading
-
 from pdtrace.stages import Gauge, Outcome, Role
+from pdtrace.stopping import Stop
 from server.colocated.leg import ColocatedLeg
 from server.colocated.policy import ColocatedPlan, ColocatedSnapshot, plan_colocated
 from server.config import ProcessConfig
@@ -239,8 +238,6 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
         self.check_owners({CACHE, LOCK_OWNER} if len(self.legs) else {CACHE})
 
 
-def run(
-    config: ProcessConfig, *, engine: Engine | None = None, stop: threading.Event | None = None
-) -> None:
+def run(config: ProcessConfig, *, engine: Engine | None = None, stop: Stop | None = None) -> None:
     """Serve as `config` says until SIGTERM or `stop`. Raises StartError or ModelError."""
     serve(config, role=Role.WORKER, make_worker=ColocatedWorker, engine=engine, stop=stop)

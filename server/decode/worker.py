@@ -6,10 +6,10 @@ the running batch is `server.generating`.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 from pdtrace.stages import Gauge, Outcome, Role, WaitReason
+from pdtrace.stopping import Stop
 from server.admission import Candidate
 from server.config import ProcessConfig
 from server.decode.ballast import OWNER as BALLAST
@@ -381,8 +381,6 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         self.check_owners({BALLAST, *self.quarantine.owners})
 
 
-def run(
-    config: ProcessConfig, *, engine: Engine | None = None, stop: threading.Event | None = None
-) -> None:
+def run(config: ProcessConfig, *, engine: Engine | None = None, stop: Stop | None = None) -> None:
     """Serve as `config` says until SIGTERM or `stop`. Raises StartError or ModelError."""
     serve(config, role=Role.DECODE, make_worker=DecodeWorker, engine=engine, stop=stop)

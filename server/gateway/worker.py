@@ -25,7 +25,7 @@ from server.errors import StartError
 from server.gateway.http import create_app
 from server.gateway.pipeline import Gateway
 from server.gateway.protocol import GatewayProtocol
-from server.lifecycle import open_recorder
+from server.recording import open_recorder
 from server.tokenizer import load_tokenizer
 from server.wire.messages import Peer
 from server.wire.sockets import AsyncInbox, Outbox

@@ -6,10 +6,10 @@ Owns the prefill legs, the prefix cache and the copy jobs; what a step computes 
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 
 from pdtrace.stages import Gauge, Outcome, Role, WaitReason
+from pdtrace.stopping import Stop
 from server.config import ProcessConfig
 from server.engine.base import Engine
 from server.engine.validation import check_sampling
@@ -435,8 +435,6 @@ class PrefillWorker(Scheduler[PrefillLeg]):
         self.check_owners(others)
 
 
-def run(
-    config: ProcessConfig, *, engine: Engine | None = None, stop: threading.Event | None = None
-) -> None:
+def run(config: ProcessConfig, *, engine: Engine | None = None, stop: Stop | None = None) -> None:
     """Serve as `config` says until SIGTERM or `stop`. Raises StartError or ModelError."""
     serve(config, role=Role.PREFILL, make_worker=PrefillWorker, engine=engine, stop=stop)

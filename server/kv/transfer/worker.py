@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections import Counter
 from typing import Protocol
@@ -17,6 +16,7 @@ from typing import Protocol
 from pdtrace.clock import SYSTEM_CLOCK, Clock
 from pdtrace.recorder import Recorder
 from pdtrace.stages import Gauge, Mark, Outcome, Role, WaitReason
+from pdtrace.stopping import Stop, StopFlag, stop_on_signals
 from server.config import ProcessConfig
 from server.errors import StartError
 from server.heartbeat import HeartbeatThread, Progress
@@ -34,7 +34,7 @@ from server.kv.transfer.jobs import Job, JobTable, TransferHandoff
 from server.kv.transfer.policy import CopyPlan, JobView, plan_copies
 from server.kv.transfer.shm import ShmTransfer
 from server.kv.transfer.tcp import TcpTransfer
-from server.lifecycle import open_recorder, stop_on_signals
+from server.recording import open_recorder
 from server.wire.messages import (
     AnyMessage,
     CancelCopies,
@@ -388,9 +388,9 @@ class TransferWorker:
         return max(0.0, min(max_wait_s, (plan.wake_ns - self._now_ns()) / NS_PER_S))
 
 
-def run(config: ProcessConfig, *, stop: threading.Event | None = None) -> None:
+def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
     """Serve as `config` says until SIGTERM, SIGINT or `stop`. Raises StartError."""
-    stop = threading.Event() if stop is None else stop
+    stop = StopFlag() if stop is None else stop
     with contextlib.ExitStack() as stack:
         transfer = _make_transfer(config)
         stack.callback(transfer.close)
