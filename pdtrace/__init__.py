@@ -1,4 +1,4 @@
-"""In which stage a slow or stuck prefill/decode request stalled, why, and who was in its way.
+"""In which stage a slow prefill/decode request stalled, why, and who was in its way.
 
 This module exports what an instrumented program needs: record marks (`Recorder`), carry a request's
 identity (`RequestContext`), and read rings back (`RingReader`). The vocabulary is `pdtrace.stages`;

@@ -51,8 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Shows in which stage a slow or stuck prefill/decode request stalled, why, and who was in "
-    "its way.",
+    help="Shows in which stage a slow prefill/decode request stalled, why, and who was in its way.",
     epilog="Exit codes: 0 done, 1 `check` found violations, 2 bad input or usage, 70 a fault of "
     "pdtrace itself.",
 )
