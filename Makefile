@@ -37,7 +37,7 @@ fix: setup ## format, repair what ruff can, regenerate docs
 	$(VENV)/python -m pdtrace.glossary
 	$(VENV)/python -m tests.support.module_index
 
-bench: setup ## run the benchmarks; each prints one JSON line
+bench: setup ## run the benchmarks; each ends with one JSON line
 	@for file in benchmarks/bench_*.py; do \
 	  echo "$$file" >&2; $(VENV)/python -m benchmarks.$$(basename "$$file" .py) --json || exit 1; \
 	done
