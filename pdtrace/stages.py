@@ -445,7 +445,8 @@ STAGES: tuple[Stage, ...] = (
         roles=_GATEWAY,
         kind=Kind.HOP,
         parent=ATTEMPT_SPAN,
-        meaning="The first token is on its way through the gateway to the client's socket.",
+        meaning="The first token is on its way through the gateway to the client's socket; in an "
+        "answer sent in one piece it leaves with the last one.",
         advice="Look at the gateway's event loop and at slow clients.",
     ),
     Stage(
