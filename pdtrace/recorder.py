@@ -23,8 +23,8 @@ Rules
   counted.
 - A finished file belongs to whoever collects it (`pdtrace agent`); nothing here deletes rings.
 
-Cost on one core of a 2020s server: 0.7 to 0.9 µs a mark, 1.0 to 1.4 µs with four numbers
-(`benchmarks/bench_recording.py`).
+Cost on one core of a 2020s server: about 1 µs a mark, 1.6 µs with four numbers
+(`benchmarks/bench_recording.py`, `benchmarks/LOG.md`).
 """
 
 from __future__ import annotations

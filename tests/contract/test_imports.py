@@ -122,6 +122,14 @@ def test_pdtrace_imports_neither_server_nor_engine_libraries() -> None:
     assert offenders(modules("pdtrace").items(), forbidden) == []
 
 
+def test_import_of_a_forbidden_package_is_found_wherever_it_stands(tmp_path: Path) -> None:
+    """The rules below hold for packages that are empty, too: they must be able to break."""
+    odd = tmp_path / "odd.py"
+    odd.write_text("import pdtrace\n\ndef f():\n    from server.launch import Launcher\n")
+    assert offenders([("dashboards.odd", odd)], ("server", "torch")) != []
+    assert offenders([("dashboards.odd", odd)], ("torch", "zmq")) == []
+
+
 def test_dashboards_import_pdtrace_only() -> None:
     assert offenders(modules("dashboards").items(), ("server", "torch", "zmq")) == []
 

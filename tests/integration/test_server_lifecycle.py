@@ -153,3 +153,22 @@ def test_server_without_recording_serves_and_leaves_no_rings(tmp_path: Path) -> 
         assert ask(server, Ask()).status == 200
         assert "agent" not in {p["instance"] for p in server.state["processes"]}
     assert list((tmp_path / "run" / "rings").iterdir()) == []
+
+
+def test_failed_start_leaves_latest_at_the_recording_before_it(tmp_path: Path) -> None:
+    """On call, a restart that fails must not hide the evidence."""
+    (tmp_path / "run" / "good").mkdir(parents=True)
+    (tmp_path / "run" / "latest").symlink_to("good")
+    done = subprocess.run(
+        "exec $PYTHON -m server up --model fake --port 0 --start-timeout 0.1",
+        shell=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert len(list((tmp_path / "run").iterdir())) == 3  # the failed start's directory is there
+    assert (tmp_path / "run" / "latest").resolve().name == "good"

@@ -140,6 +140,15 @@ def test_settings_that_are_no_utf8_are_refused_by_name(name: str) -> None:
         msgspec.structs.replace(Settings(), **{name: os.fsdecode(b"name-\xff")})
 
 
+@pytest.mark.parametrize(
+    "name", ["heartbeat_s", "dead_after_s", "stalled_after_s", "gap_threshold_s"]
+)
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_times_that_are_not_positive_are_refused_by_name(name: str, seconds: float) -> None:
+    with pytest.raises(StartError, match=f"^{name} is .*, expected more than 0$"):
+        msgspec.structs.replace(Settings(), **{name: seconds})
+
+
 def test_prepare_resolves_port_and_model_name(tmp_path: Path) -> None:
     launcher = Launcher.prepare(Settings(model="fake", run_dir=str(tmp_path / "run"), port=0))
     try:
