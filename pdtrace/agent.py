@@ -27,19 +27,17 @@ import msgspec
 
 from pdtrace import semconv as a
 from pdtrace.assembly import assemble
-from pdtrace.baselines import RollingBaselines
 from pdtrace.collected import CollectedRequest
 from pdtrace.errors import PdtraceError
 from pdtrace.export import exporter_from_env
+from pdtrace.judging import RollingJudge
 from pdtrace.otlp import decode_line, encode_line
 from pdtrace.sink import MAX_FILE_BYTES, MAX_FILES, FileSink, SinkPosition, lines_since
-from pdtrace.spans import AttrValue, Span, Trace
+from pdtrace.spans import AttrValue, Span
 from pdtrace.stages import ROOT_SPAN
 from pdtrace.stopping import Stop, StopFlag, stop_on_signals
 from pdtrace.tails import RingState, RingTails
-from pdtrace.timeline import build_timeline
 from pdtrace.tracker import DEFAULT_GRACE_NS, DEFAULT_MAX_OPEN, RequestTracker
-from pdtrace.verdict import judge, stall_attributes
 
 STATE_NAME = "agent-state.json"
 TRACES_NAME = "traces"
@@ -86,19 +84,6 @@ class SpanExporter(Protocol):
 
 Judge = Callable[[Sequence[Span]], Mapping[str, AttrValue]]
 """Spans of one request → attributes for its root."""
-
-
-class RollingJudge:
-    """Names the stage in which a request stalled, against the requests before it."""
-
-    def __init__(self, window: int = 512) -> None:
-        self._baselines = RollingBaselines(window)
-
-    def __call__(self, spans: Sequence[Span]) -> Mapping[str, AttrValue]:
-        timeline = build_timeline(Trace(trace_id=spans[0].trace_id, spans=spans))
-        attributes = stall_attributes(judge(timeline, self._baselines))
-        self._baselines.add(timeline)
-        return attributes
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdtrace.clock import ClockAnchor
+from pdtrace.offsets import ClockOffsets
 from pdtrace.ring.records import MarkRecord
 from pdtrace.spans import Resource
-from pdtrace.stages import Mode, Role
+from pdtrace.stages import Mode, Role, StepKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,28 @@ class Process:
     resource: Resource
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """The forward passes of one kind that a request took part in, in one process."""
+
+    kind: StepKind
+    count: int
+    total_ns: int
+    slowest_ns: int
+    slowest_number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stuck:
+    """A chain stage was reported as stuck: `age_ns` old at `at_ns`, more than `threshold_ns`."""
+
+    stage: str
+    attempt: int
+    at_ns: int
+    age_ns: int
+    threshold_ns: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Leg:
     """What one process recorded of a request.
@@ -33,6 +56,8 @@ class Leg:
     lost_at_ns      when the process was found gone with the request open in it; None otherwise
     lost_reason     process_lost (it died) or process_exited (it closed its ring in order)
     records_missed  records of its ring that were overwritten or torn while the request was open
+    steps           its forward passes, by kind
+    clock           what the process measured of other hosts' clocks; None where it measured nothing
     """
 
     process: Process
@@ -40,6 +65,8 @@ class Leg:
     lost_at_ns: int | None = None
     lost_reason: str = "process_lost"
     records_missed: int = 0
+    steps: Sequence[StepStats] = ()
+    clock: ClockOffsets | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +85,9 @@ class CollectedRequest:
     attempts   ids per attempt number, from 1
     gave_up    why collection ended before the request did; None when it ended in order
     blockers   trace id and root span id of requests that waits name, by request id
+    open_at_ns the request is still in flight: when it was looked at, on this host's
+               CLOCK_MONOTONIC; None once it is finished
+    stuck      stages that were reported as stuck
     """
 
     request_id: str
@@ -71,3 +101,5 @@ class CollectedRequest:
     legs: Sequence[Leg] = ()
     gave_up: str | None = None
     blockers: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    open_at_ns: int | None = None
+    stuck: Sequence[Stuck] = ()

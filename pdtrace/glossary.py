@@ -17,6 +17,7 @@ from pdtrace.stages import (
     MARKS,
     OPTIONAL_STAGES,
     STAGES,
+    GapCause,
     Kind,
     Mark,
     Mode,
@@ -65,8 +66,20 @@ _REASONS: Mapping[WaitReason, tuple[str, str]] = MappingProxyType(
         WaitReason.HEAD_OF_LINE: ("an earlier request in the same queue", "–"),
         WaitReason.PREEMPTED: ("pages that were taken away during decode", "pages"),
         WaitReason.COPY_QUEUE: ("copy jobs ahead of its own", "jobs"),
+        WaitReason.BANDWIDTH: ("the bytes of copies that share its path", "copies"),
         WaitReason.INJECTED: ("a fault hook (`--allow-faults`)", "–"),
         WaitReason.UNKNOWN: ("the reason was not recorded", "–"),
+    }
+)
+_GAP_CAUSES: Mapping[GapCause, str] = MappingProxyType(
+    {
+        GapCause.INTERFERING_PREFILL: "a prompt ran in the same worker: `pd.wait.blocker` names it",
+        GapCause.BATCH_GROWTH: "the step itself took longer: more or longer sequences in the batch",
+        GapCause.PREEMPTION: "its pages were taken away for others",
+        GapCause.TRANSFER_LANDING: "the loop took in KV that had landed for other requests",
+        GapCause.SCHEDULER_BUSY: "the loop did something else between two steps",
+        GapCause.INJECTED: "a fault hook (`--allow-faults`)",
+        GapCause.UNKNOWN: "none of these explains it",
     }
 )
 _SCALES: Mapping[Scale, str] = MappingProxyType(
@@ -80,7 +93,9 @@ _SCALES: Mapping[Scale, str] = MappingProxyType(
 
 def page() -> str:
     """The whole page, Markdown."""
-    return "\n".join([*_intro(), *_chains(), *_stage_tables(), *_marks(), *_reasons(), *_ends()])
+    return "\n".join(
+        [*_intro(), *_chains(), *_stage_tables(), *_marks(), *_reasons(), *_gap_causes(), *_ends()]
+    )
 
 
 def _intro() -> Iterable[str]:
@@ -168,6 +183,13 @@ def _reasons() -> Iterable[str]:
     yield ""
     rows = ((f"`{reason.value}`", *_REASONS[reason]) for reason in WaitReason)
     yield from _table(("reason", "the request waits for", "unit"), rows)
+
+
+def _gap_causes() -> Iterable[str]:
+    yield "## Gap causes"
+    yield ""
+    rows = ((f"`{cause.value}`", _GAP_CAUSES[cause]) for cause in GapCause)
+    yield from _table(("cause", "what made the token late"), rows)
 
 
 def _ends() -> Iterable[str]:

@@ -67,6 +67,18 @@ BEGIN_NS = _int("pd.begin_ns", "Exact begin, CLOCK_MONOTONIC nanoseconds of the 
 END_NS = _int("pd.end_ns", "Exact end, CLOCK_MONOTONIC nanoseconds of the gateway's host.")
 VIOLATION = _str("pd.violation", "What is impossible about this span's marks; absent when sound.")
 INCOMPLETE = _str("pd.incomplete", "Why the trace is known to lack something; absent when whole.")
+OPEN = _bool("pd.open", "True while in flight: the end is the instant of the look, not an end.")
+STUCK_SECONDS = _float("pd.stuck.age", "Age at which a stage was reported as stuck, seconds.")
+STUCK_AFTER_SECONDS = _float("pd.stuck.threshold", "Age above which it counts as stuck, seconds.")
+
+# Clocks of other hosts.
+CLOCK_OFFSET_NS = _int(
+    "pd.clock.offset_ns",
+    "What was added to this process's monotonic times to reach the gateway host's, nanoseconds.",
+)
+CLOCK_ERROR_NS = _int(
+    "pd.clock.error_ns", "Bound on the error of that offset, nanoseconds; absent on one host."
+)
 
 # Outcome.
 OUTCOME = _str(
@@ -96,6 +108,10 @@ WAIT_FREE = _int("pd.wait.free", "Units free when the reason was recorded.")
 WAIT_LIMIT = _int("pd.wait.limit", "Limit in force, same units.")
 WAIT_POSITION = _int("pd.wait.position", "Requests ahead in the queue.")
 WAIT_BLOCKER = _str("pd.wait.blocker", "Request id that was in the way, where known.")
+WAIT_BLOCKERS = _str(
+    "pd.wait.blockers",
+    "Request ids in the way, the first of them `pd.wait.blocker`; string[] on spans.",
+)
 WAIT_CHANGES = _int(
     "pd.wait.changes", "Wait records of this stage, when more than the events shown."
 )
@@ -116,9 +132,19 @@ KV_HELD_SECONDS = _float("pd.kv.held", "Seconds from reserving to freeing the de
 BATCH_SIZE = _int("pd.batch.size", "Requests in the batch or queue at this instant.")
 TOKEN_INDEX = _int("pd.token.index", "Index of an output token, from 0.")
 GAP_SECONDS = _float("pd.gap.duration", "Length of the gap between two output tokens, seconds.")
-GAP_CAUSE = _str("pd.gap.cause", "Cause of the gap (`pdtrace.stages.WaitReason`).")
+GAP_CAUSE = _str("pd.gap.cause", "Cause of the gap (`pdtrace.stages.GapCause`).")
+GAP_CAUSE_SECONDS = _float("pd.gap.cause.duration", "Part of the gap that its cause took, seconds.")
 OVERRUN_SECONDS = _float("pd.overrun", "Seconds that decode went on after the answer was complete.")
 PREEMPTIONS = _int("pd.preemptions", "Times this request lost its pages during decode.")
+
+# Steps: forward passes.
+STEP_NUMBER = _int("pd.step.number", "Forward pass of this process, from 1.")
+STEP_KIND = _str("pd.step.kind", "prefill or decode.")
+STEP_TOKENS = _int("pd.step.tokens", "Tokens computed in the step.")
+STEP_MEMBERS = _str("pd.step.members", "Request ids of the step's members; string[] on spans.")
+STEPS = _int("pd.steps", "Forward passes that this stage took part in.")
+STEP_SLOWEST_NUMBER = _int("pd.step.slowest.number", "The slowest of them.")
+STEP_SLOWEST_SECONDS = _float("pd.step.slowest.duration", "How long that one took, seconds.")
 
 # Request, on the root (OpenTelemetry GenAI and HTTP conventions).
 OPERATION = _str("gen_ai.operation.name", "chat or text_completion.", on_root=True)

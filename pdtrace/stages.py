@@ -74,8 +74,28 @@ class WaitReason(StrEnum):
     HEAD_OF_LINE = "head_of_line"  # an earlier request in the same queue
     PREEMPTED = "preempted"  # pages taken away during decode
     COPY_QUEUE = "copy_queue"  # copy jobs ahead
+    BANDWIDTH = "bandwidth"  # copies that share the path
     INJECTED = "injected"  # a fault hook (--allow-faults)
     UNKNOWN = "unknown"
+
+
+class GapCause(StrEnum):
+    """What made an output token late."""
+
+    INTERFERING_PREFILL = "interfering_prefill"  # a prompt ran in the same worker
+    BATCH_GROWTH = "batch_growth"  # the step itself took longer: more or longer sequences
+    PREEMPTION = "preemption"  # its pages were taken away
+    TRANSFER_LANDING = "transfer_landing"  # the loop took in KV that landed for others
+    SCHEDULER_BUSY = "scheduler_busy"  # the loop did something else between two steps
+    INJECTED = "injected"  # a fault hook (--allow-faults)
+    UNKNOWN = "unknown"
+
+
+class StepKind(StrEnum):
+    """What a forward pass computes. A ring holds the position in this list: append only."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 class Mark(IntEnum):
@@ -201,7 +221,15 @@ MARKS: Mapping[Mark, MarkSpec] = MappingProxyType(
         Mark.TOKEN_GAP: MarkSpec(
             _DECODE,
             "A token came late; the mark stands at its arrival.",
-            (a.TOKEN_INDEX, a.GAP_SECONDS, a.GAP_CAUSE),
+            (
+                a.TOKEN_INDEX,
+                a.GAP_SECONDS,
+                a.GAP_CAUSE,
+                a.GAP_CAUSE_SECONDS,
+                a.STEP_NUMBER,
+                a.BATCH_SIZE,
+                a.WAIT_BLOCKER,
+            ),
         ),
         Mark.DECODE_RELEASED: MarkSpec(
             _DECODE, "Destination pages freed.", (a.KV_PAGES, a.KV_FREE_PAGES)
@@ -623,3 +651,5 @@ class Gauge(IntEnum):
     COPIED_BYTES = 12
     IN_FLIGHT = 13
     HELD_PAGES = 14
+    RECORDING_DETAIL = 15
+    RECORDING_SHARE_PPM = 16

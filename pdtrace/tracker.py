@@ -24,7 +24,7 @@ from typing import TypeVar
 from pdtrace import semconv as a
 from pdtrace.collected import AttemptIds, CollectedRequest, Leg, Process
 from pdtrace.propagation import RequestContext
-from pdtrace.ring.records import MarkRecord, OpenRecord, Record
+from pdtrace.ring.records import EndRecord, MarkRecord, OpenRecord, Record
 from pdtrace.stages import MARKS, Mark, Role
 
 DEFAULT_GRACE_NS = 1_000_000_000
@@ -134,7 +134,7 @@ class RequestTracker:
             elif isinstance(record, OpenRecord):
                 if self._name(ring, source, record, now_ns):
                     appeared.append(record.context.root_span_id)
-            else:
+            elif isinstance(record, EndRecord):
                 self._release(ring, source, record.key, now_ns)
         return appeared
 

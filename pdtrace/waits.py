@@ -74,6 +74,12 @@ def _copy_queue(wait: Wait) -> str:
     return "copy jobs of other transfers were ahead"
 
 
+def _bandwidth(wait: Wait) -> str:
+    if wait.limit is not None:
+        return f"all {wait.limit} copies that the path carries at once were running"
+    return "other copies shared its path"
+
+
 def _preempted(wait: Wait) -> str:
     return "its pages went to running requests" + (
         f"; needed{_amounts(wait, 'KV pages')}" if wait.needed is not None else ""
@@ -94,6 +100,7 @@ _CLAUSES: Mapping[WaitReason, Callable[[Wait], str]] = MappingProxyType(
         WaitReason.HEAD_OF_LINE: _head_of_line,
         WaitReason.PREEMPTED: _preempted,
         WaitReason.COPY_QUEUE: _copy_queue,
+        WaitReason.BANDWIDTH: _bandwidth,
         WaitReason.INJECTED: lambda _: "delayed by a fault hook",
         WaitReason.UNKNOWN: lambda _: "the reason was not recorded",
     }

@@ -8,11 +8,20 @@
 from pdtrace.ring.files import create_ring, scan_rings
 from pdtrace.ring.layout import FORMAT_VERSION, Counter, RingCapacity, RingIdentity
 from pdtrace.ring.reader import RingPosition, RingReader, WriterState
-from pdtrace.ring.records import EndRecord, MarkRecord, OpenRecord, Record, Value
+from pdtrace.ring.records import (
+    ClockRecord,
+    EndRecord,
+    MarkRecord,
+    OpenRecord,
+    Record,
+    StepRecord,
+    Value,
+)
 from pdtrace.ring.writer import RingWriter
 
 __all__ = [
     "FORMAT_VERSION",
+    "ClockRecord",
     "Counter",
     "EndRecord",
     "MarkRecord",
@@ -23,6 +32,7 @@ __all__ = [
     "RingPosition",
     "RingReader",
     "RingWriter",
+    "StepRecord",
     "Value",
     "WriterState",
     "create_ring",

@@ -49,6 +49,10 @@ BODY_HEAD = struct.Struct("<BxHIQq")  # kind, presence, attempt, key, t_ns
 FIRST_CONTROL_KIND = 240
 KIND_OPEN = 240
 KIND_END = 241
+KIND_STEP = 242
+KIND_CLOCK = 243
+
+MAX_STEP_MEMBERS = 256
 
 MAX_STRING_BYTES = 255  # a string's length is one byte
 MAX_ID_BYTES = 256  # request and handoff ids in an OPEN record
@@ -71,6 +75,9 @@ class Counter(IntEnum):
     ERRORS = 2  # errors that the recorder's guard swallowed
     TRUNCATED = 3  # strings cut to MAX_STRING_BYTES or MAX_ID_BYTES
     WRITTEN = 4  # records written, as of the last block begun or close()
+    SHED_STEPS = 5  # step records left out to keep within the budget
+    SHED_WAITS = 6  # wait records left out to keep within the budget
+    SHED_ATTRIBUTES = 7  # marks recorded without their attributes to keep within the budget
 
 
 class RingCapacity(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pdtrace.propagation import RequestContext
-from pdtrace.stages import Mark
+from pdtrace.stages import Mark, StepKind
 
 Value = int | float | bool | str | None
 
@@ -43,4 +43,39 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True, tag="end", gc=False):
     t_ns: int
 
 
-Record = OpenRecord | MarkRecord | EndRecord
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", gc=False):
+    """A forward pass of the process, with the attempts that took part.
+
+    number   of this ring's passes, from 1
+    tokens   computed in it: of prompts, or one for each member
+    size     members, also those beyond the first MAX_STEP_MEMBERS
+    members  keys of the attempts, as their OPEN records bind them
+    """
+
+    number: int
+    kind: StepKind
+    begin_ns: int
+    end_ns: int
+    tokens: int
+    size: int
+    members: tuple[int, ...] = ()
+
+
+class ClockRecord(msgspec.Struct, frozen=True, kw_only=True, tag="clock", gc=False):
+    """What a round trip to a process of another host said of that host's clock.
+
+    t_ns           when, on the recording process's CLOCK_MONOTONIC
+    peer           instance that answered
+    peer_clock_id  `<host id>/<boot id>` of its host
+    offset_ns      the peer's CLOCK_MONOTONIC less the recording process's
+    error_ns       half the round trip: the true offset is within
+    """
+
+    t_ns: int
+    peer: str
+    peer_clock_id: str
+    offset_ns: int
+    error_ns: int
+
+
+Record = OpenRecord | MarkRecord | EndRecord | StepRecord | ClockRecord

@@ -1,0 +1,94 @@
+"""A look at what is in flight, as `/inflight` sends it and `pdtrace top` shows it. Shapes only.
+
+Times are seconds before the instant of the look. Who fills these in: `pdtrace.tracker` (requests),
+`pdtrace.tails` (processes). Both sides read the same JSON, so fields are added, never renamed.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+
+class ProcessState(StrEnum):
+    """Whether a recording process can still do something."""
+
+    ALIVE = "alive"
+    STALLED = "stalled"  # it lives and has work, but its loop has not gone round for long
+    CLOSED = "closed"  # it ended in order
+    LOST = "lost"  # it was killed, or ended without a word
+
+
+class WaitNow(msgspec.Struct, frozen=True, kw_only=True):
+    """The latest reason why a request waits. Units of the numbers: `pdtrace.stages.WaitReason`."""
+
+    reason: str
+    needed: int | None = None
+    free: int | None = None
+    limit: int | None = None
+    position: int | None = None
+    blockers: tuple[str, ...] = ()
+    age_s: float = 0.0
+
+
+class InFlight(msgspec.Struct, frozen=True, kw_only=True):
+    """One request that has not finished.
+
+    stage         chain stage it is in; None when no mark says so
+    stage_age_s   how long it has been in it
+    worker        instance that has to end the stage, as far as known
+    usual_s       median of that stage among finished requests; None without any
+    p99_s         their 99th percentile
+    stuck         whether the stage was reported as stuck
+    ended         outcome, once the gateway has answered and legs still finish
+    incomplete    what is known to be missing of its marks
+    """
+
+    request_id: str
+    trace_id: str
+    root_span_id: str
+    attempt: int
+    mode: str
+    age_s: float
+    stage: str | None = None
+    stage_age_s: float = 0.0
+    worker: str | None = None
+    prefill_worker: str | None = None
+    decode_worker: str | None = None
+    prompt_tokens: int | None = None
+    wait: WaitNow | None = None
+    usual_s: float | None = None
+    p99_s: float | None = None
+    stuck: bool = False
+    ended: str | None = None
+    incomplete: str | None = None
+
+
+class ProcessNow(msgspec.Struct, frozen=True, kw_only=True):
+    """One recording process.
+
+    progress_age_s  since its loop last went round; None where it does not say
+    gauges          by lower-case name of `pdtrace.stages.Gauge`
+    """
+
+    role: str
+    instance: str
+    pid: int
+    host_id: str
+    state: ProcessState
+    progress_age_s: float | None = None
+    open_requests: int = 0
+    gauges: dict[str, int] = {}
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """All of it at one instant; `at_ns` is Unix time, nanoseconds."""
+
+    at_ns: int
+    requests: tuple[InFlight, ...] = ()
+    processes: tuple[ProcessNow, ...] = ()
+    problems: tuple[str, ...] = ()
+    version: int = SCHEMA_VERSION
