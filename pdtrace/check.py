@@ -26,6 +26,7 @@ _V = ViolationKind
 _RULES: tuple[tuple[str, str, tuple[ViolationKind, ...]], ...] = (
     ("root", "each request has one root span", (_V.NO_ROOT, _V.TWO_ROOTS)),
     ("parents", "parents exist and lead to the request", (_V.MISSING_PARENT, _V.ORPHAN)),
+    ("clock", "spans stand on wall time", (_V.BAD_CLOCK,)),
     ("durations", "no span ends before it begins", (_V.NEGATIVE,)),
     (
         "order",

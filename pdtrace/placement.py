@@ -31,6 +31,10 @@ CLOCK_AGREEMENT_NS = 1_000_000
 """Exact times count only where they agree with the wall times this well: otherwise they were
 read on another clock than the root's."""
 
+EARLIEST_WALL_NS = 946_684_800 * 10**9  # 2000-01-01
+LATEST_WALL_NS = 7_258_118_400 * 10**9  # 2200-01-01
+"""Times outside were not read on a wall clock: 1970 plus an uptime, or milliseconds."""
+
 FIRST_TOKEN_HOP = "hop.token"  # noqa: S105 - a stage
 """It runs beside its neighbours: the first token travels while the chain goes on."""
 
@@ -43,6 +47,14 @@ def stage_of(span: Span) -> Stage | None:
 def is_root(span: Span) -> bool:
     """Whether a span stands for a request: by `pd.span`, else by its name."""
     return (text(span.attributes, a.SPAN) or span.name) == ROOT_SPAN
+
+
+def on_wall_time(span: Span) -> bool:
+    """Whether both times of a span can be wall times."""
+    return (
+        EARLIEST_WALL_NS <= span.start_ns <= LATEST_WALL_NS
+        and EARLIEST_WALL_NS <= span.end_ns <= LATEST_WALL_NS
+    )
 
 
 def is_attempt(span: Span) -> bool:
@@ -76,6 +88,7 @@ class Placement:
     root         the request's span; None if the trace lacks it
     attempts     spans that stand for attempts
     rivals       further spans that claim to be the root
+    astray       spans whose times are no wall times; not placed, unless all are like that
     began_ns     wall time of offset 0, Unix nanoseconds
     length       the request's length; negative if its root ends before it begins
     placed       all stage spans, by begin
@@ -86,6 +99,7 @@ class Placement:
     root: Span | None
     rivals: tuple[Span, ...]
     attempts: tuple[Span, ...]
+    astray: tuple[Span, ...]
     began_ns: int
     length: int
     mode: Mode
@@ -97,8 +111,12 @@ class Placement:
 def place(trace: Trace) -> Placement:
     """Place a trace's stage spans. Takes any spans; a trace without any has length 0."""
     root, rivals = _pick_root(trace)
-    clock = _Clock.of(trace, root)
-    stages = [(span, stage) for span in trace.spans if (stage := stage_of(span)) is not None]
+    astray = tuple(span for span in trace.spans if not on_wall_time(span))
+    sound: Sequence[Span] = trace.spans
+    if 0 < len(astray) < len(trace.spans):
+        sound = [span for span in trace.spans if on_wall_time(span)]
+    clock = _Clock.of(sound, root if sound is trace.spans or root not in astray else None)
+    stages = [(span, stage) for span in sound if (stage := stage_of(span)) is not None]
     attempts = [span for span in trace.spans if is_attempt(span)]
     numbers = {span.span_id: integer(span.attributes, a.ATTEMPT) or 1 for span in attempts}
     placed: list[Placed] = []
@@ -126,6 +144,7 @@ def place(trace: Trace) -> Placement:
         root=root,
         rivals=rivals,
         attempts=tuple(attempts),
+        astray=astray,
         began_ns=clock.wall,
         length=clock.length,
         mode=mode,
@@ -228,10 +247,10 @@ class _Clock:
     length: int
 
     @classmethod
-    def of(cls, trace: Trace, root: Span | None) -> _Clock:
+    def of(cls, spans: Sequence[Span], root: Span | None) -> _Clock:
         if root is None:
             # What its stages cover stands in for the request.
-            known = [span for span in trace.spans if stage_of(span)] or trace.spans
+            known = [span for span in spans if stage_of(span)] or spans
             begin = min((span.start_ns for span in known), default=0)
             end = max((span.end_ns for span in known), default=begin)
             return cls(begin, None, end - begin)

@@ -485,7 +485,13 @@ def _unknowns(trace: Trace, placement: Placement, outcome: Outcome | None) -> It
     hosts = {host for span in _recorders(trace) if (host := host_id(span))}
     if len(hosts) > 1:
         yield f"Spans come from {len(hosts)} hosts; the error between their clocks is not known."
-    known = len(placement.placed) + len(placement.attempts) + len(placement.rivals)
-    others = len(trace.spans) - known - (root is not None)
+    known = {item.span.span_id for item in placement.placed}
+    known.update(span.span_id for span in (*placement.attempts, *placement.rivals))
+    if astray := len([span for span in placement.astray if span.span_id not in known]):
+        yield f"{astray} span{'s have' if astray > 1 else ' has'} no wall time, and no say here."
+    known.update(span.span_id for span in placement.astray)
+    if root is not None:
+        known.add(root.span_id)
+    others = len({span.span_id for span in trace.spans} - known)
     if others:
         yield f"{others} other span{'s are' if others > 1 else ' is'} in this trace and left out."

@@ -41,6 +41,7 @@ class ViolationKind(StrEnum):
 
     NO_ROOT = "no_root"
     TWO_ROOTS = "two_roots"
+    BAD_CLOCK = "bad_clock"  # a span's times are no wall times
     NEGATIVE = "negative"  # a span ends before it begins
     OVERLAP = "overlap"  # two chain stages claim the same time
     OUT_OF_ORDER = "out_of_order"  # a chain stage begins before one that must precede it
@@ -79,6 +80,7 @@ def find_violations(
     """All breaches of one request's trace, grouped by rule."""
     return (
         *_roots(placement),
+        *_astray(placement),
         *_lengths(placement),
         *_overlapping(overlaps),
         *_disordered(placement),
@@ -136,6 +138,15 @@ def _roots(placement: Placement) -> Iterator[Violation]:
         yield Violation(kind=ViolationKind.NO_ROOT, message=f"no span is named {ROOT_SPAN!r}")
     for span in placement.rivals:
         yield _breach(ViolationKind.TWO_ROOTS, f"{span.span_id} is another root", span)
+
+
+def _astray(placement: Placement) -> Iterator[Violation]:
+    for span in placement.astray:
+        yield _breach(
+            ViolationKind.BAD_CLOCK,
+            f"{span.name} runs from {span.start_ns} to {span.end_ns}: no wall time in nanoseconds",
+            span,
+        )
 
 
 def _lengths(placement: Placement) -> Iterator[Violation]:
@@ -208,7 +219,7 @@ def _missing(placement: Placement, outcome: Outcome | None) -> Iterator[Violatio
         for item in placement.chain
         if item.stage.parent == ROOT_SPAN or item.attempt == last
     }
-    excused = set(OPTIONAL_STAGES)
+    excused = {*OPTIONAL_STAGES, *(s.name for span in placement.astray if (s := stage_of(span)))}
     tokens = integer(attributes, a.OUTPUT_TOKENS)
     if (tokens is not None and tokens <= 1) or integer(attributes, a.MAX_TOKENS) == 1:
         excused |= _AFTER_BOUNDARY

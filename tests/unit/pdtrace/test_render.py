@@ -294,7 +294,7 @@ def test_check_view_marks_what_is_broken() -> None:
         source="x", traces=(cut,), files=1, lines=1, spans=len(cut.spans), problems=Problems()
     )
     text = shown(check_view(check_recording(recording)))
-    assert "1 of 16 rules is broken: stages." in text
+    assert "1 of 17 rules is broken: stages." in text
     assert "✗  completed requests have every stage" in text
     assert "stages: req-1: a completed request lacks transfer" in text
     assert shown(check_view(check_recording(recording), ascii_only=True), encoding="ascii")
