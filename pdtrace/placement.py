@@ -94,6 +94,7 @@ class Placement:
     placed       all stage spans, by begin
     chain        those of the mode's chain, in causal order: what must precede comes first
     exact        whether root and chain stand on exact times
+    clock        what the offsets count from
     """
 
     root: Span | None
@@ -106,6 +107,12 @@ class Placement:
     placed: tuple[Placed, ...]
     chain: tuple[Placed, ...]
     exact: bool
+    clock: _Clock
+
+    def offsets(self, span: Span) -> tuple[int, int]:
+        """Begin and end of any span of the trace, nanoseconds from the request's begin."""
+        begin, end, _ = self.clock.offsets(span)
+        return begin, end
 
 
 def place(trace: Trace) -> Placement:
@@ -151,6 +158,7 @@ def place(trace: Trace) -> Placement:
         placed=tuple(placed),
         chain=tuple(chain),
         exact=clock.exact is not None and all(item.exact for item in chain),
+        clock=clock,
     )
 
 

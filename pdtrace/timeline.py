@@ -54,7 +54,10 @@ __all__ = [
     "Part",
     "Segment",
     "StageVisit",
+    "Steps",
+    "StuckReport",
     "Timeline",
+    "Try",
     "Violation",
     "ViolationKind",
     "Wait",
@@ -63,6 +66,9 @@ __all__ = [
 ]
 
 UNEXPLAINED = "unexplained"
+
+BLOCKER_SEPARATOR = "\x1f"
+"""Stands between request ids where a list had to be written as one text."""
 
 _OUTCOMES: Mapping[str, Outcome] = MappingProxyType({o.value: o for o in Outcome})
 
@@ -83,8 +89,13 @@ _DETAILS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 class Wait:
     """Why a stage waited; numbers are in the unit of the reason. Times are None if not recorded.
 
-    at_ns    when it was recorded, from the request's begin
-    for_ns   how long it held: until the next reason or the end of the stage
+    reason        a `WaitReason`, for a gap between two tokens a `GapCause`, or another writer's
+    blocker       request id in the way; the first of `blockers`
+    at_ns         when it was recorded, from the request's begin
+    for_ns        how long it held: until the next reason or the end of the stage
+    explained_ns  part of a gap that its cause took
+    step          forward pass in which a gap lies, by the worker's count
+    batch         requests that were in it
     """
 
     stage: str
@@ -94,8 +105,53 @@ class Wait:
     limit: int | None = None
     position: int | None = None
     blocker: str | None = None
+    blockers: tuple[str, ...] = ()
     at_ns: int | None = None
     for_ns: int | None = None
+    explained_ns: int | None = None
+    step: int | None = None
+    batch: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """The forward passes of one stage; `slowest` counts the worker's passes."""
+
+    stage: str
+    attempt: int
+    count: int
+    slowest: int | None
+    slowest_ns: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StuckReport:
+    """A stage was reported as stuck, `at_ns` from the request's begin, when it was `age_ns` old."""
+
+    stage: str
+    attempt: int
+    at_ns: int
+    age_ns: int | None
+    threshold_ns: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Try:
+    """One attempt at the request. Times count from the request's begin.
+
+    outcome  how it ended; None while it goes on, or if that was not recorded
+    stage    chain stage in which it ended without success
+    """
+
+    number: int
+    begin_ns: int
+    end_ns: int
+    outcome: Outcome | None
+    reason: str | None
+    by: str | None
+    stage: str | None
+    prefill_worker: str | None
+    decode_worker: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +160,7 @@ class StageVisit:
 
     owned_ns   time of the partition that this span owns; 0 for stages beside the chain
     outcome    how the request or the attempt ended, where it ended in this stage
+    open       whether it had not ended when it was looked at
     waits      every wait recorded here, in order
     cause      the wait that explains most of the time; None if none was recorded
     """
@@ -117,6 +174,7 @@ class StageVisit:
     service: str
     instance: str | None
     outcome: Outcome | None
+    open: bool
     attributes: Mapping[str, AttrValue]
     waits: tuple[Wait, ...]
     cause: Wait | None
@@ -152,12 +210,16 @@ class Part:
 class Timeline:
     """One request, explained. Times are nanoseconds, offsets count from the request's begin.
 
+    open         whether it is still in flight: it is `total_ns` old, and has no outcome yet
     segments     the partition in time order, without gaps, from 0 to `total_ns`
     parts        the partition per stage in chain order, `unexplained` last; sums to `total_ns`
     details      per chain stage with nested stages: its part shared out among them, the rest
                  under its own name; sums to the stage's part
     visits       every stage span, in the chain or beside it, by begin
     exact        whether the partition stands on exact times (otherwise on microseconds)
+    tries        its attempts, as far as they were recorded
+    steps        its forward passes per stage
+    stuck        reports of stages that took too long, made while they did
     ttft_ns      first request byte to first content byte written
     tpot_ns      generation time per token after the first, as the decode worker saw it
     unknowns     sentences on what this timeline cannot know
@@ -174,6 +236,7 @@ class Timeline:
     outcome_stage: str | None
     started_unix_ns: int
     total_ns: int
+    open: bool
     exact: bool
     segments: tuple[Segment, ...]
     parts: tuple[Part, ...]
@@ -183,6 +246,9 @@ class Timeline:
     violations: tuple[Violation, ...]
     unknowns: tuple[str, ...]
     attempts: int
+    tries: tuple[Try, ...]
+    steps: tuple[Steps, ...]
+    stuck: tuple[StuckReport, ...]
     prompt_tokens: int | None
     cached_tokens: int | None
     output_tokens: int | None
@@ -204,6 +270,13 @@ class Timeline:
     def streamed(self) -> bool:
         """Whether tokens were sent one by one; otherwise the first left with the last."""
         return self.attributes.get(a.STREAM.key) is not False
+
+    @property
+    def current(self) -> StageVisit | None:
+        """The chain stage that a request in flight is in; None if no stage says so, or it ended."""
+        last = self.segments[-1].name if self.open and self.segments else None
+        found = [visit for visit in self.visits if visit.open and visit.name == last]
+        return found[-1] if found else None
 
     @property
     def unexplained_ns(self) -> int:
@@ -241,6 +314,7 @@ def build_timeline(trace: Trace) -> Timeline:
     outcome = _outcome(attributes)
     overlaps = find_overlaps(placement)
     recorders = _recorders(trace)
+    visits = tuple(_visit(item) for item in sorted(placement.placed, key=_by_begin))
     output_tokens = integer(attributes, a.OUTPUT_TOKENS)
     return Timeline(
         trace_id=trace.trace_id,
@@ -253,15 +327,19 @@ def build_timeline(trace: Trace) -> Timeline:
         outcome_stage=text(attributes, a.OUTCOME_STAGE) or _failed_stage(placement),
         started_unix_ns=placement.began_ns,
         total_ns=total,
+        open=_is_open(root) if root else any(visit.open for visit in visits),
         exact=placement.exact,
         segments=segments,
         parts=_parts(segments, placement),
         details=_details(segments, placement, total),
-        visits=tuple(_visit(item) for item in sorted(placement.placed, key=_by_begin)),
+        visits=visits,
         overlaps=overlaps,
         violations=find_violations(trace, placement, overlaps, outcome),
         unknowns=tuple(_unknowns(trace, placement, outcome)),
         attempts=max((item.attempt for item in placement.placed), default=1),
+        tries=_tries(placement),
+        steps=tuple(_steps(visits)),
+        stuck=tuple(_stuck(placement)),
         prompt_tokens=integer(attributes, a.PROMPT_TOKENS),
         cached_tokens=integer(attributes, a.CACHED_TOKENS),
         output_tokens=output_tokens,
@@ -352,10 +430,80 @@ def _visit(item: Placed) -> StageVisit:
         service=span.resource.service_name,
         instance=span.resource.instance_id,
         outcome=_ended_here(span),
+        open=_is_open(span),
         attributes=span.attributes,
         waits=waits,
         cause=_cause(waits, text(span.attributes, a.WAIT_REASON)),
     )
+
+
+def _is_open(span: Span) -> bool:
+    return span.attributes.get(a.OPEN.key) is True
+
+
+def _tries(placement: Placement) -> tuple[Try, ...]:
+    """Where an attempt's span carries no workers, those of its stages stand in."""
+    tries: list[Try] = []
+    for span in placement.attempts:
+        number = integer(span.attributes, a.ATTEMPT) or 1
+        begin, end = placement.offsets(span)
+        mine = [item for item in placement.placed if item.attempt == number]
+        prefill, decode = (
+            text(span.attributes, attr)
+            or next((i.span.resource.instance_id for i in mine if role_of(i.span) in roles), None)
+            for attr, roles in (
+                (a.PREFILL_WORKER, {Role.PREFILL, Role.WORKER}),
+                (a.DECODE_WORKER, {Role.DECODE, Role.WORKER}),
+            )
+        )
+        tries.append(
+            Try(
+                number=number,
+                begin_ns=begin,
+                end_ns=max(begin, end),
+                outcome=_outcome(span.attributes),
+                reason=text(span.attributes, a.OUTCOME_REASON),
+                by=text(span.attributes, a.OUTCOME_BY),
+                stage=text(span.attributes, a.OUTCOME_STAGE),
+                prefill_worker=prefill,
+                decode_worker=decode,
+            )
+        )
+    return tuple(sorted(tries, key=lambda one: (one.number, one.begin_ns)))
+
+
+def _steps(visits: Sequence[StageVisit]) -> Iterable[Steps]:
+    for visit in visits:
+        count = integer(visit.attributes, a.STEPS)
+        if count:
+            yield Steps(
+                stage=visit.name,
+                attempt=visit.attempt,
+                count=count,
+                slowest=integer(visit.attributes, a.STEP_SLOWEST_NUMBER),
+                slowest_ns=_nanoseconds(visit.attributes, a.STEP_SLOWEST_SECONDS),
+            )
+
+
+def _stuck(placement: Placement) -> Iterable[StuckReport]:
+    for item in placement.placed:
+        for event in item.span.events:
+            if a.STUCK_SECONDS.key in event.attributes:
+                yield StuckReport(
+                    stage=item.stage.name,
+                    attempt=item.attempt,
+                    at_ns=event.time_ns + item.begin - item.span.start_ns,
+                    age_ns=_nanoseconds(event.attributes, a.STUCK_SECONDS),
+                    threshold_ns=_nanoseconds(event.attributes, a.STUCK_AFTER_SECONDS),
+                )
+
+
+def _nanoseconds(attributes: Mapping[str, AttrValue], attr: a.Attr) -> int | None:
+    """An attribute in seconds as nanoseconds; None if it is absent or no sensible length."""
+    seconds = attributes.get(attr.key)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < 1e9:
+        return None
+    return round(seconds * 1e9)
 
 
 def _ended_here(span: Span) -> Outcome | None:
@@ -408,7 +556,22 @@ def _own_wait(item: Placed) -> tuple[Wait, ...]:
     if text(attributes, a.WAIT_REASON):
         return (_wait(item, attributes),)
     cause = text(attributes, a.GAP_CAUSE)
-    return (Wait(stage=item.stage.name, reason=cause),) if cause else ()
+    if cause is None:
+        return ()
+    blockers = _blockers(attributes)
+    return (
+        Wait(
+            stage=item.stage.name,
+            reason=cause,
+            blocker=blockers[0] if blockers else None,
+            blockers=blockers,
+            at_ns=item.begin,
+            for_ns=max(0, item.end - item.begin),
+            explained_ns=_nanoseconds(attributes, a.GAP_CAUSE_SECONDS),
+            step=integer(attributes, a.STEP_NUMBER),
+            batch=integer(attributes, a.BATCH_SIZE),
+        ),
+    )
 
 
 def _wait(
@@ -418,6 +581,7 @@ def _wait(
     at_ns: int | None = None,
     for_ns: int | None = None,
 ) -> Wait:
+    blockers = _blockers(attributes)
     return Wait(
         stage=text(attributes, a.WAIT_STAGE) or item.stage.name,
         reason=text(attributes, a.WAIT_REASON) or "unknown",
@@ -425,10 +589,24 @@ def _wait(
         free=integer(attributes, a.WAIT_FREE),
         limit=integer(attributes, a.WAIT_LIMIT),
         position=integer(attributes, a.WAIT_POSITION),
-        blocker=text(attributes, a.WAIT_BLOCKER),
+        blocker=blockers[0] if blockers else None,
+        blockers=blockers,
         at_ns=at_ns,
         for_ns=for_ns,
     )
+
+
+def _blockers(attributes: Mapping[str, AttrValue]) -> tuple[str, ...]:
+    """Request ids in the way, the most important one first, each once."""
+    listed = attributes.get(a.WAIT_BLOCKERS.key)
+    if isinstance(listed, str):
+        names = listed.split(BLOCKER_SEPARATOR)
+    elif isinstance(listed, list | tuple):
+        names = [str(name) for name in listed]
+    else:
+        names = []
+    first = text(attributes, a.WAIT_BLOCKER)
+    return tuple(name for name in dict.fromkeys([*([first] if first else []), *names]) if name)
 
 
 def _outcome(attributes: Mapping[str, AttrValue]) -> Outcome | None:
@@ -455,10 +633,7 @@ def _ttft(placement: Placement, attributes: Mapping[str, AttrValue]) -> int | No
     sent = [item.end for item in placement.chain if item.stage.name == "hop.token"]
     if sent and placement.root is not None:
         return max(0, sent[-1])
-    seconds = attributes.get(a.TTFT_SECONDS.key)
-    if isinstance(seconds, int | float) and 0 <= seconds < 1e9:
-        return round(seconds * 1e9)
-    return None
+    return _nanoseconds(attributes, a.TTFT_SECONDS)
 
 
 def _tpot(placement: Placement, output_tokens: int | None) -> float | None:
@@ -474,7 +649,7 @@ def _unknowns(trace: Trace, placement: Placement, outcome: Outcome | None) -> It
     root = placement.root
     if root is None:
         yield "The root span is missing: begin, end and outcome are not known."
-    elif outcome is None:
+    elif outcome is None and not _is_open(root):
         yield "The outcome was not recorded."
     elif outcome is Outcome.COMPLETED and integer(root.attributes, a.OUTPUT_TOKENS) is None:
         yield "The number of output tokens was not recorded."

@@ -1,19 +1,23 @@
-"""One clause per wait reason: what a request waited for, in numbers.
+"""One clause per wait reason and gap cause: what a request waited for, in numbers.
 
-Owns wording only; reasons and their units are `pdtrace.stages.WaitReason`.
+Owns wording only; reasons and their units are `pdtrace.stages.WaitReason` and `GapCause`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from pdtrace.stages import WaitReason
+from pdtrace.duration import seconds_text
+from pdtrace.inflight import WaitNow
+from pdtrace.stages import STAGE_BY_NAME, GapCause, Mark, WaitReason
 from pdtrace.timeline import Wait
 
 
 def describe_wait(wait: Wait) -> str:
     """A clause without a full stop: `needed 12 KV pages, 3 free; behind req-17`."""
+    if wait.reason in _GAP_CLAUSES and _is_gap(wait):
+        return _describe_gap(wait)
     try:
         reason = WaitReason(wait.reason)
     except ValueError:
@@ -23,8 +27,53 @@ def describe_wait(wait: Wait) -> str:
         clause = _CLAUSES[reason](wait)
     if wait.position:
         clause += f"; {wait.position} ahead in the queue"
-    if wait.blocker and wait.blocker not in clause:
-        clause += f"; behind {wait.blocker}"
+    blockers = wait.blockers or ((wait.blocker,) if wait.blocker else ())
+    if blockers and not (len(blockers) == 1 and blockers[0] in clause):
+        clause += f"; behind {listed(blockers)}"
+    return clause
+
+
+def describe_wait_now(stage: str | None, wait: WaitNow) -> str:
+    """The same clause for a request that is looked at while it waits."""
+    return describe_wait(
+        Wait(
+            stage=stage or "",
+            reason=wait.reason,
+            needed=wait.needed,
+            free=wait.free,
+            limit=wait.limit,
+            position=wait.position,
+            blocker=wait.blockers[0] if wait.blockers else None,
+            blockers=wait.blockers,
+        )
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def _is_gap(wait: Wait) -> bool:
+    stage = STAGE_BY_NAME.get(wait.stage)
+    return stage is not None and stage.end is Mark.TOKEN_GAP
+
+
+def _describe_gap(wait: Wait) -> str:
+    """`a prompt ran in the same worker: req-17, in step 42: that is 830 ms of the 910 ms gap`."""
+    clause = _GAP_CLAUSES[wait.reason]
+    if wait.reason == GapCause.BATCH_GROWTH and wait.batch is not None:
+        clause += f", with {wait.batch} request{'' if wait.batch == 1 else 's'} in the batch"
+    if wait.blockers:
+        clause += f": {listed(wait.blockers)}"
+    if wait.step is not None:
+        clause += f" (step {wait.step})"
+    if wait.explained_ns is not None and wait.for_ns:
+        share = min(1.0, wait.explained_ns / wait.for_ns)
+        clause += (
+            f"; that is {seconds_text(wait.explained_ns)} of the {seconds_text(wait.for_ns)} gap, "
+            f"{share * 100:.0f} %"
+        )
     return clause
 
 
@@ -55,7 +104,7 @@ def _worker_busy(wait: Wait) -> str:
 
 
 def _by(wait: Wait) -> str:
-    return f": {wait.blocker}" if wait.blocker else ""
+    return f": {wait.blocker}" if wait.blocker and len(wait.blockers) <= 1 else ""
 
 
 def _concurrency(wait: Wait) -> str:
@@ -103,5 +152,17 @@ _CLAUSES: Mapping[WaitReason, Callable[[Wait], str]] = MappingProxyType(
         WaitReason.BANDWIDTH: _bandwidth,
         WaitReason.INJECTED: lambda _: "delayed by a fault hook",
         WaitReason.UNKNOWN: lambda _: "the reason was not recorded",
+    }
+)
+
+_GAP_CLAUSES: Mapping[str, str] = MappingProxyType(
+    {
+        GapCause.INTERFERING_PREFILL: "a prompt ran in the same worker",
+        GapCause.BATCH_GROWTH: "the step itself took longer",
+        GapCause.PREEMPTION: "its pages were taken away for others",
+        GapCause.TRANSFER_LANDING: "the loop took in KV that had landed for others",
+        GapCause.SCHEDULER_BUSY: "the loop did something else between two steps",
+        GapCause.INJECTED: "delayed by a fault hook",
+        GapCause.UNKNOWN: "nothing that was recorded explains it",
     }
 )
