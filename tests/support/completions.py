@@ -28,7 +28,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """`text` is the whole completion; `pieces` the content of each event when streaming."""
+    """`text` is the whole completion; `pieces` the content of each event when streaming.
+
+    A stream that ended in an error event has no finish_reason; the event is the last of `body`.
+    """
 
     status: int
     headers: httpx.Headers
@@ -90,13 +93,13 @@ def _streamed(response: httpx.Response) -> Answer:
     ]
     assert events[-1] == "[DONE]"
     chunks = [json.loads(event) for event in events[:-1]]
-    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    choices = [chunk["choices"][0] for chunk in chunks if chunk.get("choices")]
     pieces = tuple(choice["text"] for choice in choices if choice["text"])
     return Answer(
         status=response.status_code,
         headers=response.headers,
         text="".join(pieces),
-        finish_reason=choices[-1]["finish_reason"],
+        finish_reason=choices[-1]["finish_reason"] if choices else None,
         usage=next((chunk["usage"] for chunk in chunks if chunk.get("usage")), None),
         pieces=pieces,
         body=chunks,

@@ -1,0 +1,243 @@
+"""Kill -9 of each process under load: every mark that was written before is in the spans.
+
+The rings are the reference: what they hold after the server is gone is what was written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pdtrace import semconv as a
+from pdtrace.ring import MarkRecord, OpenRecord, RingReader, scan_rings
+from pdtrace.sources import read_source
+from pdtrace.spans import Span, Trace
+from pdtrace.stages import CHAINS, ROOT_SPAN, Mark, Mode, Outcome
+from tests.support.completions import Ask, ask
+from tests.support.server import ROOT, RunningServer, is_running, running_server
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
+
+SLOW_FAKE = "fake:step_ms=5,token_us=20"
+NUM_CLIENTS = 8
+ANSWERED_BEFORE = 12
+CHAIN_ENDS = {stage.end for stage in CHAINS[Mode.PD] if stage.end is not Mark.COMPLETED}
+HELD_IN = {
+    "gateway-0": ("gateway.dispatch", Mark.ROUTED),
+    "prefill-0": ("prefill.compute", Mark.PREFILL_STARTED),
+    "transfer-0": ("transfer", Mark.COPY_QUEUED),
+    "decode-0": ("decode.queue", Mark.KV_NOTICED),
+    "agent": ("decode.queue", Mark.KV_NOTICED),
+}
+"""Stage in which one request is held when a process is killed, and the mark that shows it there."""
+HELD_MS = 15_000
+HELD = "held"
+
+
+@dataclass
+class Load:
+    """Clients that ask until told to stop; failures are expected, silence is not."""
+
+    server: RunningServer
+    answered: list[str] = field(default_factory=list[str])
+    failed: list[str] = field(default_factory=list[str])
+
+    def __post_init__(self) -> None:
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask_on, args=(n,)) for n in range(NUM_CLIENTS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask_on(self, number: int) -> None:
+        count = 0
+        while not self._stop.is_set():
+            count += 1
+            if not self.ask_once(f"load-{number}-{count}", {}):
+                time.sleep(0.2)  # refused at once, most likely
+
+    def ask_once(self, request_id: str, faults: dict[str, int]) -> bool:
+        """Whether the whole answer came."""
+        wanted = Ask(
+            prompt="z" * 40, max_tokens=60, stream=True, request_id=request_id, faults=faults
+        )
+        try:
+            answer = ask(self.server, wanted)
+        except httpx.HTTPError:
+            done = False  # the gateway is gone
+        else:
+            done = answer.status == 200 and answer.finish_reason is not None
+        (self.answered if done else self.failed).append(request_id)
+        return done
+
+    def until_answered(self, count: int) -> None:
+        deadline = time.monotonic() + 60
+        while len(self.answered) < count:
+            assert time.monotonic() < deadline, f"{len(self.answered)} answered: {self.failed}"
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a client hangs"
+
+
+def wait_for_mark(run_dir: Path, request_id: str, mark: Mark) -> None:
+    """Until a ring holds `mark` of a request."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for path in scan_rings(run_dir / "rings"):
+            with RingReader(path) as reader:
+                records = reader.read(limit=10**9)
+            keys = {
+                r.key
+                for r in records
+                if isinstance(r, OpenRecord) and r.context.request_id == request_id
+            }
+            if any(isinstance(r, MarkRecord) and r.mark is mark and r.key in keys for r in records):
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"{request_id} did not come to {mark.name}")
+
+
+@dataclass(frozen=True)
+class Aftermath:
+    """What is left of a run in which `victim` was killed."""
+
+    victim: str
+    run_dir: Path
+    traces: dict[str, Trace]
+    load: Load
+    stderr: str
+
+    def spans(self) -> Iterator[Span]:
+        for trace in self.traces.values():
+            yield from trace.spans
+
+
+@pytest.fixture(
+    scope="module", params=["gateway-0", "prefill-0", "transfer-0", "decode-0", "agent"]
+)
+def aftermath(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Aftermath:
+    victim: str = request.param
+    run_dir = tmp_path_factory.mktemp(victim) / "run"
+    stage, shown_by = HELD_IN[victim]
+    with running_server(run_dir, "--allow-faults", model=SLOW_FAKE) as server:
+        load = Load(server)
+        held = threading.Thread(target=load.ask_once, args=(HELD, {stage: HELD_MS}))
+        try:
+            load.until_answered(ANSWERED_BEFORE)
+            held.start()
+            wait_for_mark(run_dir, HELD, shown_by)
+            pid = server.pid(victim)
+            os.kill(pid, signal.SIGKILL)
+            if victim == "agent":
+                load.until_answered(len(load.answered) + 2 * ANSWERED_BEFORE)
+        finally:
+            load.stop()
+            held.join(60)
+        server.stop()
+        assert not is_running(pid)
+    traces = {trace.trace_id: trace for trace in read_source(run_dir).traces}
+    stderr = run_dir.with_name(run_dir.name + ".stderr").read_text()
+    return Aftermath(victim, run_dir, traces, load, stderr)
+
+
+def test_every_request_in_the_rings_has_its_spans_once(aftermath: Aftermath) -> None:
+    begun: set[str] = set()
+    for path in scan_rings(aftermath.run_dir / "rings"):
+        with RingReader(path) as reader:
+            for record in reader.read(limit=10**9, final=True):
+                if isinstance(record, OpenRecord):
+                    begun.add(record.context.root_span_id)
+    roots = Counter(
+        span.span_id for span in aftermath.spans() if span.attributes.get(a.SPAN.key) == ROOT_SPAN
+    )
+    assert begun
+    assert set(roots) == begun
+    recording = read_source(aftermath.run_dir)
+    assert (recording.problems.duplicates, recording.problems.conflicts) == (0, 0)
+
+
+def test_every_mark_written_is_in_a_span(aftermath: Aftermath) -> None:
+    instants: dict[str, set[object]] = {}
+    for span in aftermath.spans():
+        known = instants.setdefault(span.trace_id, set())
+        known.update((span.attributes[a.BEGIN_NS.key], span.attributes[a.END_NS.key]))
+    written = 0
+    missing: list[str] = []
+    for path in scan_rings(aftermath.run_dir / "rings"):
+        with RingReader(path) as reader:
+            records = reader.read(limit=10**9, final=True)
+            assert (reader.missed, reader.torn) == (0, 0)
+        traces = {r.key: r.context.trace_id for r in records if isinstance(r, OpenRecord)}
+        for record in records:
+            if isinstance(record, MarkRecord) and record.mark in CHAIN_ENDS:
+                written += 1
+                if record.t_ns not in instants.get(traces[record.key], set()):
+                    missing.append(f"{record.mark.name} of {traces[record.key]} at {record.t_ns}")
+    assert written > 10 * ANSWERED_BEFORE
+    assert not missing
+
+
+def test_open_stages_of_the_dead_close_as_lost_with_its_name(aftermath: Aftermath) -> None:
+    lost = [
+        span
+        for span in aftermath.spans()
+        if span.attributes.get(a.OUTCOME.key) == Outcome.LOST
+        and span.attributes.get(a.SPAN.key) is None
+    ]
+    if aftermath.victim == "agent":
+        assert not lost
+        return
+    by = {str(span.attributes[a.OUTCOME_BY.key]) for span in lost}
+    assert aftermath.victim in by
+    # The launcher kills what does not stop in time after the victim's death, and says so.
+    assert all(
+        f"warning: {name} did not stop in time" in aftermath.stderr
+        for name in by - {aftermath.victim}
+    )
+    assert all(span.attributes[a.OUTCOME_REASON.key] == "process_lost" for span in lost)
+
+
+def test_answered_requests_are_whole(aftermath: Aftermath) -> None:
+    by_id = {
+        str(span.attributes[a.REQUEST_ID.key]): span
+        for span in aftermath.spans()
+        if span.attributes.get(a.SPAN.key) == ROOT_SPAN
+    }
+    assert len(aftermath.load.answered) >= ANSWERED_BEFORE
+    for request_id in aftermath.load.answered:
+        root = by_id[request_id]
+        assert root.attributes[a.OUTCOME.key] == Outcome.COMPLETED
+        assert a.INCOMPLETE.key not in root.attributes, root.attributes[a.INCOMPLETE.key]
+
+
+def test_check_names_the_process_that_vanished(aftermath: Aftermath) -> None:
+    command = [sys.executable, "-m", "pdtrace", "check", "--from", str(aftermath.run_dir)]
+    finished = subprocess.run(
+        [*command, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    report = json.loads(finished.stdout)
+    if aftermath.victim == "agent":
+        assert finished.returncode == 0, finished.stdout
+        return
+    assert finished.returncode == 1
+    assert aftermath.victim in json.dumps(report)
+    assert "Traceback" not in finished.stderr
