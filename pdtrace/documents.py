@@ -59,6 +59,7 @@ def _request(timeline: Timeline, verdict: Verdict) -> dict[str, Any]:
     return {
         "request_id": timeline.request_id,
         "trace_id": timeline.trace_id,
+        "open": timeline.open,
         "mode": timeline.mode.value,
         "outcome": timeline.outcome.value if timeline.outcome else None,
         "outcome_reason": timeline.outcome_reason,
@@ -86,6 +87,12 @@ def _request(timeline: Timeline, verdict: Verdict) -> dict[str, Any]:
             for s in timeline.segments
         ],
         "waits": [asdict(wait) for visit in timeline.visits for wait in visit.waits],
+        "tries": [
+            {**asdict(one), "outcome": one.outcome.value if one.outcome else None}
+            for one in timeline.tries
+        ],
+        "steps": [asdict(steps) for steps in timeline.steps],
+        "stuck": [asdict(report) for report in timeline.stuck],
         "violations": [
             {"kind": v.kind.value, "stage": v.stage, "span_id": v.span_id, "message": v.message}
             for v in timeline.violations

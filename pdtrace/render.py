@@ -7,7 +7,7 @@ text that came from a file passes `clean`, so that no id can steer the terminal.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from datetime import UTC, datetime
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -22,9 +22,10 @@ from pdtrace.attributes import text as attribute_text
 from pdtrace.baselines import NESTED_LEAVES
 from pdtrace.check import CheckReport
 from pdtrace.duration import seconds_text
+from pdtrace.intervals import paint
 from pdtrace.palette import COLOURS, LETTERS
-from pdtrace.stages import CHAINS, STAGES, Outcome, WaitReason
-from pdtrace.timeline import UNEXPLAINED, Timeline, Wait
+from pdtrace.stages import CHAINS, STAGES, GapCause, Outcome, WaitReason
+from pdtrace.timeline import UNEXPLAINED, Timeline, Try, Wait
 from pdtrace.verdict import Assessment, Verdict, VerdictKind
 from pdtrace.waits import describe_wait
 from pdtrace.waterfall import LABEL_WIDTH, Waterfall, draw
@@ -32,17 +33,21 @@ from pdtrace.waterfall import LABEL_WIDTH, Waterfall, draw
 MAX_WIDTH = 120
 MAX_WAITS = 12
 MAX_VIOLATIONS = 12
+MAX_GAPS = 5
 _WIDTH_FOR = {"bar": 72, "above": 62, "usual": 52, "outcome": 72, "why": 62}
 """Columns of tables that narrower terminals go without, so that names and numbers are never cut."""
 _DETAIL_SHARE = 0.05  # nested stages of shorter stages are left out of the table
 _SHARED_SHARE = 0.005  # shorter overlaps are not worth a line
 _MAX_ID = 128
+_GAP = "decode.gap"
+_GAP_CAUSES = frozenset(GapCause)
 _NO_DOUBTS = "Nothing is known to be missing: every stage was recorded, with exact times."
 
 _KIND_STYLES = {
     VerdictKind.HEALTHY: "green",
     VerdictKind.STALLED: "bold red",
     VerdictKind.ENDED: "bold yellow",
+    VerdictKind.IN_FLIGHT: "bold yellow",
     VerdictKind.UNKNOWN: "bold",
 }
 
@@ -68,14 +73,21 @@ def why_view(
     width: int,
     ascii_only: bool = False,
     notes: Sequence[str] = (),
+    standing: Sequence[str] = (),
 ) -> RenderableType:
-    """The whole answer for one request, at most `width` columns; `notes` are on the recording."""
+    """The whole answer for one request, at most `width` columns.
+
+    notes     doubts about the recording
+    standing  what holds of its processes at this instant, for a request in flight
+    """
     width = min(width, MAX_WIDTH)
     blocks: list[RenderableType] = [
         Text(clean(verdict.sentence, 2_000), style=_KIND_STYLES[verdict.kind]),
     ]
+    blocks += [Text(clean(line), style="bold red") for line in standing]
     injected = verdict.wait is not None and verdict.wait.reason == WaitReason.INJECTED
-    if verdict.kind is VerdictKind.STALLED and verdict.advice and not injected:
+    slow = verdict.kind is VerdictKind.STALLED or (timeline.open and verdict.stalled)
+    if slow and verdict.advice and not injected:
         blocks.append(Text(verdict.advice, style="italic"))
     blocks += [Text(), *_facts(timeline)]
     picture = draw(
@@ -87,11 +99,16 @@ def why_view(
     if picture.lanes:
         blocks += [Text(), *_picture(picture)]
     table = _StageTable(timeline, verdict, width=width, ascii_only=ascii_only)
-    blocks += [Text(), table.build()]
+    blocks += [Text(), table.build(picture.stages)]
     if verdict.peers:
         blocks.append(Text(_basis(verdict), style="dim"))
     blocks += [Text(line, style="dim") for line in _shared_time(timeline)]
+    if len(timeline.tries) > 1:
+        blocks += _section("Attempts", [_try_line(one) for one in timeline.tries])
     blocks += _section("Waits", _wait_lines(timeline))
+    blocks += _section("Gaps between tokens", _gap_lines(timeline))
+    blocks += _section("Steps", _step_lines(timeline))
+    blocks += _section("Reported as stuck", _stuck_lines(timeline))
     violations = [f"{v.kind.value}: {v.message}" for v in timeline.violations]
     blocks += _section("Violations", _limited(violations, MAX_VIOLATIONS), style="red")
     doubts = [*verdict.notes, *timeline.unknowns, *notes]
@@ -119,9 +136,9 @@ def summary_table(
         cells: dict[str, RenderableType] = {
             "request": clean(timeline.request_id or timeline.trace_id, 40),
             "took": seconds_text(timeline.total_ns),
-            "outcome": timeline.outcome.value if timeline.outcome else "unknown",
+            "outcome": _outcome_word(timeline),
             "stage": Text(verdict.stage or "", style=style),
-            "share": "" if healthy else f"{verdict.share:.0%}",
+            "share": "" if healthy else f"{verdict.share * 100:.0f} %",
             "why": clean("not stalled" if healthy else verdict.cause or ""),
         }
         table.add_row(*(cell for name, cell in cells.items() if name not in left_out))
@@ -130,7 +147,7 @@ def summary_table(
 
 def _facts(timeline: Timeline) -> Iterable[Text]:
     workers = [w for w in (timeline.prefill_worker, timeline.decode_worker) if w]
-    outcome = timeline.outcome.value if timeline.outcome else "outcome unknown"
+    outcome = _outcome_word(timeline)
     if timeline.outcome not in {None, Outcome.COMPLETED} and timeline.outcome_reason:
         outcome += f" ({timeline.outcome_reason})"
     status = attribute_text(timeline.attributes, a.HTTP_STATUS)
@@ -146,12 +163,18 @@ def _facts(timeline: Timeline) -> Iterable[Text]:
         f"{timeline.attempts} attempts" if timeline.attempts > 1 else None,
     )
     yield _joined(
-        f"took {seconds_text(timeline.total_ns)}",
+        f"{'so far' if timeline.open else 'took'} {seconds_text(timeline.total_ns)}",
         f"TTFT {seconds_text(timeline.ttft_ns)}" if timeline.ttft_ns is not None else None,
         f"TPOT {seconds_text(timeline.tpot_ns)}" if timeline.tpot_ns is not None else None,
         tokens,
     )
     yield _joined(f"trace {timeline.trace_id}", _moment(timeline.started_unix_ns))
+
+
+def _outcome_word(timeline: Timeline) -> str:
+    if timeline.open:
+        return "in flight"
+    return timeline.outcome.value if timeline.outcome else "outcome unknown"
 
 
 def _joined(*facts: str | None) -> Text:
@@ -191,12 +214,14 @@ class _StageTable:
         self.bar_mark = "#" if ascii_only else "━"
         self.left_out = {name for name, needed in _WIDTH_FOR.items() if width < needed}
         self.bar_width = max(4, min(24, width - 72))
-        blames = verdict.kind in {VerdictKind.STALLED, VerdictKind.ENDED}
+        blames = verdict.kind not in {VerdictKind.HEALTHY, VerdictKind.UNKNOWN}
         self.blamed = verdict.stage if blames else None
         self.judged = {assessment.leaf.name: assessment for assessment in verdict.assessments}
         self.table = Table(box=None, pad_edge=False, header_style="dim")
+        self.named: set[str] = set()
 
-    def build(self) -> Table:
+    def build(self, drawn: Set[str]) -> Table:
+        """The table; every stage in `drawn` gets a row, so that its letter has a name."""
         add_column = self.table.add_column
         add_column("", width=1)
         add_column("stage", no_wrap=True, min_width=19)
@@ -216,7 +241,21 @@ class _StageTable:
         self._add(UNEXPLAINED, rest, letter=rest > 0)
         total = Text("total", style="bold")
         self.table.add_row("", total, seconds_text(self.timeline.total_ns), "100 %")
+        for stage in STAGES:
+            if stage.name in drawn - self.named:
+                self._add_beside(stage.name)
         return self.table
+
+    def _add_beside(self, name: str) -> None:
+        """A stage that shows the time of others from another side: it adds nothing to the sum."""
+        visits = [(v.begin_ns, v.end_ns) for v in self.timeline.visits_of(name)]
+        covered = sum(
+            end - begin
+            for begin, end, index in paint(visits, 0, self.timeline.total_ns)
+            if index is not None
+        )
+        letter = Text(LETTERS[name], style=COLOURS[name])
+        self.table.add_row(letter, Text(name, "dim"), Text(seconds_text(covered), "dim"), "beside")
 
     def _add_stage(self, name: str, ns: int) -> None:
         pauses = any(self.timeline.detail_ns(name, n) for n in NESTED_LEAVES.get(name, ()))
@@ -259,6 +298,8 @@ class _StageTable:
         judged: Assessment | None = None,
         guilty: bool = False,
     ) -> None:
+        if letter:
+            self.named.add(name)
         share = ns / self.timeline.total_ns if self.timeline.total_ns else 0.0
         usual = judged.usual if judged else None
         above = judged.leaf.ns - round(usual.ns) if judged and usual else 0
@@ -312,13 +353,68 @@ def _wait_lines(timeline: Timeline) -> list[str]:
         if visit.name not in chain | nested:
             continue
         for wait in visit.waits:
+            if wait.reason in _GAP_CAUSES and visit.name == _GAP:
+                continue  # told with the gaps
             if before is not None and _same_wait(wait, before):
                 continue
             before = wait
             when = f" from {seconds_text(max(0, wait.at_ns))}" if wait.at_ns is not None else ""
             held = f" for {seconds_text(wait.for_ns)}" if wait.for_ns is not None else ""
+            if visit.open and wait is visit.waits[-1]:
+                held += " so far"
             lines.append(f"{wait.stage}{when}{held}: {describe_wait(wait)}")
     return _limited(lines, MAX_WAITS)
+
+
+def _try_line(one: Try) -> str:
+    """`1: prefill-0 → decode-0, from 0.4 ms for 2.00 s: lost with decode-0 in decode.generate`."""
+    workers = " → ".join(dict.fromkeys(w for w in (one.prefill_worker, one.decode_worker) if w))
+    line = f"{one.number}: {workers + ', ' if workers else ''}from "
+    line += f"{seconds_text(max(0, one.begin_ns))} for {seconds_text(one.end_ns - one.begin_ns)}"
+    if one.outcome is None:
+        return line
+    line += f": {one.outcome.value.replace('_', ' ')}"
+    if one.by:
+        line += f" {'with' if one.outcome is Outcome.LOST else 'by'} {one.by}"
+    if one.stage:
+        line += f" in {one.stage}"
+    return line + (f" ({one.reason})" if one.reason else "")
+
+
+def _gap_lines(timeline: Timeline) -> list[str]:
+    """The longest gaps first: they are what a reader looks for."""
+    gaps = sorted(timeline.visits_of(_GAP), key=lambda visit: -visit.duration_ns)
+    lines: list[str] = []
+    for gap in gaps:
+        token = attribute_text(gap.attributes, a.TOKEN_INDEX)
+        line = f"{seconds_text(gap.duration_ns)} at {seconds_text(max(0, gap.begin_ns))}"
+        line += f" before token {token}" if token else ""
+        cause = describe_wait(gap.cause) if gap.cause else "no cause was recorded"
+        lines.append(f"{line}: {cause}")
+    return _limited(lines, MAX_GAPS)
+
+
+def _step_lines(timeline: Timeline) -> list[str]:
+    lines: list[str] = []
+    for steps in timeline.steps:
+        line = f"{steps.stage}: {steps.count} forward pass{'' if steps.count == 1 else 'es'}"
+        if steps.slowest_ns is not None:
+            line += f", the slowest took {seconds_text(steps.slowest_ns)}"
+            line += f" (step {steps.slowest})" if steps.slowest is not None else ""
+        lines.append(line)
+    return lines
+
+
+def _stuck_lines(timeline: Timeline) -> list[str]:
+    lines: list[str] = []
+    for report in timeline.stuck:
+        line = f"{report.stage} at {seconds_text(max(0, report.at_ns))}"
+        if report.age_ns is not None:
+            line += f": {seconds_text(report.age_ns)} old"
+        if report.threshold_ns is not None:
+            line += f", more than {seconds_text(report.threshold_ns)}"
+        lines.append(line)
+    return lines
 
 
 def _same_wait(one: Wait, other: Wait) -> bool:
@@ -385,7 +481,7 @@ def stages_view(*, ascii_only: bool = False) -> RenderableType:
 
 
 # One character each, so that columns stay aligned.
-_ASCII = str.maketrans("·→µ…◀✓✗–×", "|>u~<+x-x")
+_ASCII = str.maketrans("·→µ…◀▶✓✗–×", "|>u~<>+x-x")
 
 
 class _Ascii:

@@ -17,7 +17,7 @@ they are other views of the same time (`prefill.bootstrap` is `decode.reserve` s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from pdtrace import semconv as a
@@ -88,6 +88,7 @@ class VerdictKind(StrEnum):
     HEALTHY = "healthy"  # it completed, and no stage passes the outlier rule
     STALLED = "stalled"  # it completed, and `stage` held it up
     ENDED = "ended"  # it did not complete; `stage` is where it ended
+    IN_FLIGHT = "in_flight"  # it has not ended; `stage` is where it is
     UNKNOWN = "unknown"  # it cannot be judged: no peers, or no root
 
 
@@ -117,11 +118,11 @@ class Assessment:
 class Verdict:
     """The answer for one request.
 
-    stage              guilty stage (STALLED), stage it ended in (ENDED), longest one otherwise;
-                       None if no stage was recorded
+    stage              guilty stage (STALLED), stage it ended in (ENDED) or is in (IN_FLIGHT),
+                       longest one otherwise; None if no stage was recorded
     chain_stage        the chain stage that `stage` lies in; the same unless it is a pause
     detail             nested stage that most of the time went to (`transfer.copy`), or None
-    stage_ns           time of `stage` in the partition
+    stage_ns           time of `stage` in the partition; in flight, since it was last entered
     usual_ns           its usual time; None without peers
     excess_ns          time above usual; None without peers
     share              part of the request that the excess makes up; of `stage_ns` without peers
@@ -177,6 +178,8 @@ def judge(
     )
     stall = max((x for x in assessments if x.stalled), key=lambda x: x.excess_ns, default=None)
     kind = _kind(timeline, assessments, stall)
+    if kind is VerdictKind.IN_FLIGHT:
+        assessments = tuple(_since_entered(timeline, x) for x in assessments)
     chosen = _chosen(timeline, kind, assessments, stall)
     wait = _wait(timeline, chosen.leaf) if chosen else None
     cause = describe_wait(wait) if wait else None
@@ -256,6 +259,8 @@ def _assess(leaf: Leaf, usual: Usual | None, total_ns: int, policy: VerdictPolic
 def _kind(
     timeline: Timeline, assessments: Sequence[Assessment], stall: Assessment | None
 ) -> VerdictKind:
+    if timeline.open:
+        return VerdictKind.IN_FLIGHT
     if timeline.outcome not in {None, Outcome.COMPLETED}:
         return VerdictKind.ENDED
     if stall is not None:
@@ -271,6 +276,10 @@ def _chosen(
     stall: Assessment | None,
 ) -> Assessment | None:
     """The stage a verdict speaks of."""
+    if kind is VerdictKind.IN_FLIGHT:
+        here = timeline.current
+        at = next((x for x in assessments if here and x.leaf.name == here.name), None)
+        return at and _open_pause_or(timeline, at, assessments)
     if kind is VerdictKind.ENDED:
         for assessment in assessments:
             if assessment.leaf.name == timeline.outcome_stage:
@@ -287,9 +296,32 @@ def _pause_or(ended: Assessment, assessments: Sequence[Assessment]) -> Assessmen
     return longest if longest and longest.leaf.ns > ended.leaf.ns else ended
 
 
+def _since_entered(timeline: Timeline, assessment: Assessment) -> Assessment:
+    """The stage that a request is in, as old as its open visit: not with those before it."""
+    open_visits = [v for v in timeline.visits if v.open and v.name == assessment.leaf.name]
+    here = timeline.current
+    if not open_visits or here is None or assessment.leaf.outer != here.name:
+        return assessment
+    return replace(assessment, leaf=replace(assessment.leaf, ns=open_visits[-1].duration_ns))
+
+
+def _open_pause_or(
+    timeline: Timeline, here: Assessment, assessments: Sequence[Assessment]
+) -> Assessment:
+    """The pause that goes on inside the stage that a request is in, else the stage."""
+    open_names = {visit.name for visit in timeline.visits if visit.open}
+    pauses = [x for x in assessments if x.leaf.outer == here.leaf.name and x is not here]
+    return next((x for x in pauses if x.leaf.name in open_names), here)
+
+
 def _wait(timeline: Timeline, leaf: Leaf) -> Wait | None:
     for name in (leaf.name, _MIRRORS.get(leaf.name)):
         visits = [visit for visit in timeline.visits if visit.name == name and visit.cause]
+        if timeline.open:
+            # What it waits for, not what it waited for: the last word of the visit that goes on.
+            visits = [visit for visit in visits if visit.open]
+            if visits:
+                return visits[-1].waits[-1]
         if visits:
             return max(visits, key=_weight).cause
     if STAGE_BY_NAME[leaf.name].kind is Kind.WAIT:
@@ -317,6 +349,8 @@ def _confidence(
     timeline: Timeline, kind: VerdictKind, peers: int, policy: VerdictPolicy, *, beyond: bool
 ) -> Confidence:
     if kind is VerdictKind.UNKNOWN:
+        return Confidence.NONE
+    if kind is VerdictKind.IN_FLIGHT and peers == 0:
         return Confidence.NONE
     doubtful = timeline.root_id is None or a.INCOMPLETE.key in timeline.attributes
     if kind is not VerdictKind.ENDED and (peers < policy.enough_peers or beyond):
@@ -372,6 +406,8 @@ def _sentence(
     name = timeline.request_id or timeline.trace_id
     total = seconds_text(timeline.total_ns)
     if chosen is None:
+        if kind is VerdictKind.IN_FLIGHT:
+            return f"{name} has been in flight for {total}; no mark says in which stage it is."
         ended = f"{_ending(timeline)} after" if kind is VerdictKind.ENDED else "took"
         return f"{name} {ended} {total}; no stage was recorded."
     stage, took = chosen.leaf.name, seconds_text(chosen.leaf.ns)
@@ -388,11 +424,19 @@ def _sentence(
                 sentence += f" Before that, {stall.leaf.name} took {_excess(stall)}."
             return sentence
         case VerdictKind.STALLED:
-            share = chosen.excess_ns / timeline.total_ns
+            share = chosen.excess_ns / timeline.total_ns * 100
             mostly = f" (mostly {detail})" if detail else ""
             sentence = f"{name} stalled in {stage}{mostly}: {_excess(chosen)}"
-            sentence += f", {share:.0%} of the request."
+            sentence += f"; the excess is {share:.0f} % of the request."
             return f"{sentence}{because} {_without_stall(timeline, chosen)}"
+        case VerdictKind.IN_FLIGHT:
+            sentence = f"{name} has been in flight for {total}, in {stage} for {took}"
+            if chosen.usual is not None:
+                sentence += f" (usual {seconds_text(chosen.usual.ns)})"
+            sentence += f": {cause}." if cause else "."
+            if stall is not None and stall.leaf.name != stage:
+                sentence += f" Before that, {stall.leaf.name} took {_excess(stall)}."
+            return sentence
         case VerdictKind.HEALTHY:
             sentence = (
                 f"{name} is not stalled: {total}, of which {stage} took {took} ({share:.0%})."

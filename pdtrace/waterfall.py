@@ -2,13 +2,14 @@
 
 Pure: a timeline and a width in, lines of cells out. Each cell shows the stage that fills most of
 its share of time in that lane; a stage too short for a cell of its own is only in the table. Stages
-beside the chain are drawn where no chain stage is, pauses over the generation they interrupt.
+beside the chain are drawn where no chain stage is, pauses over the generation they interrupt. A
+stage that goes on in a request in flight ends in an arrow at the right edge.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -76,6 +77,7 @@ class Lane:
 class Waterfall:
     """ticks    the time axis: labels, then marks, each `cells` wide
     lanes     top to bottom
+    stages    every stage that has a cell
     pointer   (lane label, line) that points at one stage below its lane; None if it has no cell
     """
 
@@ -83,6 +85,7 @@ class Waterfall:
     ticks: tuple[str, str]
     lanes: tuple[Lane, ...]
     pointer: tuple[str, str] | None
+    stages: frozenset[str] = frozenset()
 
 
 def draw(timeline: Timeline, *, width: int, ascii_only: bool, point_at: str | None) -> Waterfall:
@@ -99,6 +102,7 @@ def draw(timeline: Timeline, *, width: int, ascii_only: bool, point_at: str | No
         if visit.name == FIRST_TOKEN_HOP and not timeline.streamed:
             continue  # it spans the generation and says nothing
         spans[visit.name].append((visit.begin_ns, visit.end_ns))
+    going_on = {visit.name for visit in timeline.visits if visit.open}
     lanes: list[Lane] = []
     pointer: tuple[str, str] | None = None
     for label, names in _LANES:
@@ -106,7 +110,7 @@ def draw(timeline: Timeline, *, width: int, ascii_only: bool, point_at: str | No
         if not present:
             continue
         row = _cells(present, spans, total, cells)
-        lanes.append(Lane(label, _runs(row, ascii_only=ascii_only)))
+        lanes.append(Lane(label, _runs(row, going_on, ascii_only=ascii_only)))
         if point_at in names:
             line = _pointer(timeline, point_at, cells, ascii_only=ascii_only)
             pointer = (label, line) if line else None
@@ -115,9 +119,11 @@ def draw(timeline: Timeline, *, width: int, ascii_only: bool, point_at: str | No
         row = _cells([UNEXPLAINED], {UNEXPLAINED: gaps}, total, cells, least=0.5)
         if any(row):
             lanes.append(Lane("no stage", _runs(row, ascii_only=ascii_only)))
+    drawn = frozenset(run.stage for lane in lanes for run in lane.runs if run.stage)
     if timeline.attempts > 1:
         lanes.insert(0, _attempts(timeline, cells))
-    return Waterfall(cells, _ticks(total, cells, ascii_only=ascii_only), tuple(lanes), pointer)
+    ticks = _ticks(total, cells, ascii_only=ascii_only)
+    return Waterfall(cells, ticks, tuple(lanes), pointer, drawn)
 
 
 def _cells(
@@ -147,7 +153,9 @@ def _cells(
     return row
 
 
-def _runs(row: Sequence[str | None], *, ascii_only: bool) -> tuple[Run, ...]:
+def _runs(
+    row: Sequence[str | None], going_on: Set[str] = frozenset(), *, ascii_only: bool
+) -> tuple[Run, ...]:
     edges = [0, *(i for i in range(1, len(row)) if row[i] != row[i - 1]), len(row)]
     runs: list[Run] = []
     for begin, end in pairwise(edges):
@@ -156,7 +164,10 @@ def _runs(row: Sequence[str | None], *, ascii_only: bool) -> tuple[Run, ...]:
             runs.append(Run(None, " " * (end - begin)))
         else:
             fill = fill_of(stage, ascii_only=ascii_only)
-            runs.append(Run(stage, LETTERS[stage] + fill * (end - begin - 1)))
+            bar = LETTERS[stage] + fill * (end - begin - 1)
+            if end == len(row) and stage in going_on:
+                bar = bar[:-1] + (">" if ascii_only else "▶")
+            runs.append(Run(stage, bar))
     return tuple(runs)
 
 

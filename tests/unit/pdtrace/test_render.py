@@ -58,9 +58,9 @@ def stalled() -> Story:
 
 
 GOLDEN = """\
-req-23 stalled in decode.reserve: 1.50 s instead of the usual 2.00 ms, 58% of the request.
-Needed 12 KV pages, 3 free; behind req-17. Without this excess it would have taken 1.08 s
-instead of 2.58 s.
+req-23 stalled in decode.reserve: 1.50 s instead of the usual 2.00 ms; the excess is 58 %
+of the request. Needed 12 KV pages, 3 free; behind req-17. Without this excess it would
+have taken 1.08 s instead of 2.58 s.
 Decode KV is full: add decode workers or pages, or cap max_tokens.
 
 completed, HTTP 200 · pd · prefill-0 → decode-0
@@ -96,10 +96,15 @@ Z    decode.gap          200 ms   7.8 %  ━                       0 s   +200 ms
 E  gateway.finish       2.00 ms   0.1 %                      2.00 ms
    unexplained              0 s   0.0 %
    total                 2.58 s   100 %
+b  prefill.bootstrap     1.50 s  beside
+C  transfer.copy        5.33 ms  beside
 usual: median of 12 other completed requests, scaled to its tokens; confidence high
 
 Waits
   decode.reserve from 5.27 ms for 1.50 s: needed 12 KV pages, 3 free; behind req-17
+
+Gaps between tokens
+  200 ms at 1.69 s: no cause was recorded
 
 What this does not know
   Nothing is known to be missing: every stage was recorded, with exact times.

@@ -141,8 +141,8 @@ def test_sentence_names_stage_excess_cause_and_what_would_have_been() -> None:
         {a.WAIT_REASON.key: "kv_pages", a.WAIT_NEEDED.key: 12, a.WAIT_FREE.key: 3},
     )
     assert verdict.sentence == (
-        "slow stalled in decode.reserve: 2.00 s instead of the usual 4.37 ms, "
-        "69% of the request. Needed 12 KV pages, 3 free. "
+        "slow stalled in decode.reserve: 2.00 s instead of the usual 4.37 ms; "
+        "the excess is 69 % of the request. Needed 12 KV pages, 3 free. "
         "Without this excess it would have taken 881 ms instead of 2.88 s."
     )
     assert verdict.cause == "needed 12 KV pages, 3 free"
