@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from sys import intern
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
@@ -30,11 +30,14 @@ from pdtrace.stages import ROOT_SPAN
 
 SCOPE_NAME = "pdtrace"
 
+FLAG_SAMPLED = 0x1
 FLAG_HAS_IS_REMOTE = 0x100
 FLAG_IS_REMOTE = 0x200
+_FLAGS_REMOTE = FLAG_HAS_IS_REMOTE | FLAG_IS_REMOTE
+_SPAN = a.SPAN.key
 
 _SMALL = 2**62
-_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 _TIME_MAX = 2**64 - 1
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _KINDS = {int(kind): kind for kind in SpanKind}
@@ -45,14 +48,22 @@ _STATUS_NAMES = {f"STATUS_CODE_{code.name}": code for code in StatusCode}
 _HEX = re.compile("[0-9a-f]+").fullmatch
 _encode_json = msgspec.json.Encoder().encode
 
-_MAX_ENCODED_RESOURCES = 1_000
-_encoded_resources: dict[int, tuple[Resource, msgspec.Raw]] = {}
-"""By identity; the resource is kept so that its identity stays taken."""
+_MAX_KNOWN_RESOURCES = 1_000
+_MAX_KNOWN_KEYS = 1_000
+_MAX_KNOWN_VALUES = 1_000
+_MAX_KNOWN_CHARS = 256
+
+Piece = TypeVar("Piece")
 
 
 def parent_is_remote(span: Span) -> bool:
     """Whether the parent is the caller's span rather than one of ours."""
-    return span.parent_id is not None and span.attributes.get(a.SPAN.key) == ROOT_SPAN
+    return span.attributes.get(_SPAN) == ROOT_SPAN and span.parent_id is not None
+
+
+def span_flags(span: Span) -> int:
+    """The `flags` field of a span."""
+    return _FLAGS_REMOTE if parent_is_remote(span) else FLAG_HAS_IS_REMOTE
 
 
 def valid_attributes(attributes: Mapping[str, Any]) -> tuple[list[tuple[str, AttrValue]], int]:
@@ -61,44 +72,38 @@ def valid_attributes(attributes: Mapping[str, Any]) -> tuple[list[tuple[str, Att
     A value of another type (None, a path object, bytes, a dict) costs itself, never the span or
     the batch. Lone surrogates become `?`; integers beyond 64 bits become text.
     """
-    valid: list[tuple[str, AttrValue]] = []
-    dropped = 0
-    for key, raw in attributes.items():
-        value: AttrValue | None
-        # By type first: nearly every value is plain text or a plain integer.
-        kind = type(raw)
-        plain = (kind is str and raw.isascii()) or (kind is int and -_SMALL < raw < _SMALL)
-        if plain and key and key.isascii():
-            valid.append((key, raw))
-            continue
-        if isinstance(raw, list | tuple):
-            items = [_valid_scalar(item) for item in cast("Sequence[Any]", raw)]
-            value = None if None in items else cast("AttrValue", tuple(items))
-        else:
-            value = _valid_scalar(raw)
-        if value is None or not key:
-            dropped += 1
-        else:
-            valid.append((_valid_text(key), value))
-    return valid, dropped
+    valid = [pair for key, raw in attributes.items() if (pair := valid_pair(key, raw))]
+    return valid, len(attributes) - len(valid)
+
+
+def valid_pair(key: str, raw: Any) -> tuple[str, AttrValue] | None:
+    """One attribute as OTLP can carry it, as `valid_attributes` says; None if it cannot."""
+    value: AttrValue | None
+    if isinstance(raw, list | tuple):
+        items = [_valid_scalar(item) for item in cast("Sequence[Any]", raw)]
+        value = None if None in items else cast("AttrValue", tuple(items))
+    else:
+        value = _valid_scalar(raw)
+    return None if value is None or not key else (valid_text(key), value)
 
 
 def _valid_scalar(value: Any) -> AttrScalar | None:
     kind = type(value)
     if kind is str:
-        return _valid_text(value)
+        return valid_text(value)
     if kind is int:
-        return value if _INT64_MIN <= value <= _INT64_MAX else str(value)
+        return value if INT64_MIN <= value <= INT64_MAX else str(value)
     if kind is float or kind is bool:
         return value
     if isinstance(value, str):
-        return _valid_text(str(value))
+        return valid_text(str(value))
     if isinstance(value, int | float):
         return _valid_scalar(int(value) if isinstance(value, int) else float(value))
     return None
 
 
-def _valid_text(text: str) -> str:
+def valid_text(text: str) -> str:
+    """Text that UTF-8 can carry: lone surrogates become `?`."""
     if text.isascii():
         return text
     return text.encode(errors="replace").decode()
@@ -112,99 +117,172 @@ def by_resource(spans: Iterable[Span]) -> list[tuple[Resource, list[Span]]]:
         resource = span.resource
         group = by_identity.get(id(resource))
         if group is None:
-            key = repr(sorted(resource.attributes.items()))
+            key = _resource_keys[resource]
             group = by_identity[id(resource)] = groups.setdefault(key, (resource, []))[1]
         group.append(span)
     return list(groups.values())
 
 
-def encode_line(spans: Iterable[Span]) -> bytes:
-    """One TracesData object as a line of UTF-8 JSON, newline included."""
-    scope = {"name": SCOPE_NAME, "version": __version__}
-    resource_spans = [
-        {
-            "resource": _encode_resource(resource),
-            "scopeSpans": [
-                {
-                    "scope": scope,
-                    "spans": [_encode_span(span) for span in group],
-                    "schemaUrl": a.SCHEMA_URL,
-                }
-            ],
-            "schemaUrl": a.SCHEMA_URL,
-        }
-        for resource, group in by_resource(spans)
-    ]
-    return _encode_json({"resourceSpans": resource_spans}) + b"\n"
+class PerResource(Generic[Piece]):
+    """What is made of a resource, made once: there are few, and each comes again in every span."""
 
+    def __init__(self, make: Callable[[Resource], Piece]) -> None:
+        self._make = make
+        # By identity; the resource is kept so that its identity stays taken.
+        self._made: dict[int, tuple[Resource, Piece]] = {}
 
-def _encode_resource(resource: Resource) -> msgspec.Raw:
-    """A resource's JSON, made once: it is a quarter of a line, and the same in all of them."""
-    known = _encoded_resources.get(id(resource))
-    if known is not None and known[0] is resource:
+    def __getitem__(self, resource: Resource) -> Piece:
+        known = self._made.get(id(resource))
+        if known is None:
+            if len(self._made) >= _MAX_KNOWN_RESOURCES:
+                self._made.clear()
+            known = self._made[id(resource)] = (resource, self._make(resource))
         return known[1]
-    encoded = msgspec.Raw(_encode_json({"attributes": _encode_attributes(resource.attributes)[0]}))
-    if len(_encoded_resources) >= _MAX_ENCODED_RESOURCES:
-        _encoded_resources.clear()
-    _encoded_resources[id(resource)] = (resource, encoded)
-    return encoded
 
 
-def _encode_span(span: Span) -> dict[str, Any]:
+_resource_keys = PerResource(lambda resource: repr(sorted(resource.attributes.items())))
+
+
+def encode_line(spans: Iterable[Span], *, sampled: bool = False) -> bytes:
+    """One TracesData object as a line of UTF-8 JSON, newline included.
+
+    `sampled` becomes bit 0 of each span's flags, the W3C trace flag: `count_sampled` reads it.
+    """
+    flag = FLAG_SAMPLED if sampled else 0
+    resource_spans = ",".join(
+        f'{{"resource":{_resources[resource]},"scopeSpans":[{{"scope":{_SCOPE},'
+        f'"spans":[{",".join([_encode_span(s, flag) for s in group])}],"schemaUrl":{_SCHEMA}}}],'
+        f'"schemaUrl":{_SCHEMA}}}'
+        for resource, group in by_resource(spans)
+    )
+    return f'{{"resourceSpans":[{resource_spans}]}}\n'.encode()
+
+
+def _json(value: Any) -> str:
+    return _encode_json(value).decode()
+
+
+_SCOPE = _json({"name": SCOPE_NAME, "version": __version__})
+_SCHEMA = _json(a.SCHEMA_URL)
+
+
+_resources = PerResource(
+    lambda resource: f'{{"attributes":[{_encode_attributes(resource.attributes)[0]}]}}'
+)
+
+
+class Known(dict[Any, Piece]):
+    """Encoded pieces by the text or integer that they stand for; makes those it lacks.
+
+    Most values of a span come again in the next one. Bounded: it forgets all when it is full, and
+    keeps no long text. Ask it only for values of the types `str` and `int`: True is equal to 1.
+    """
+
+    def __init__(self, encode: Callable[[Any], Piece]) -> None:
+        super().__init__()
+        self._encode = encode
+
+    def __missing__(self, value: str | int) -> Piece:
+        piece = self._encode(value)
+        if isinstance(value, int) or len(value) <= _MAX_KNOWN_CHARS:
+            if len(self) >= _MAX_KNOWN_VALUES:
+                self.clear()
+            self[value] = piece
+        return piece
+
+
+class ByKey(dict[str, Piece]):
+    """What encodes the values of an attribute key, by key; makes what it lacks. Bounded."""
+
+    def __init__(self, make: Callable[[str], Piece]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: str) -> Piece:
+        if len(self) >= _MAX_KNOWN_KEYS:
+            self.clear()
+        made = self[key] = self._make(key)
+        return made
+
+
+def _quote(text: str) -> str:
+    return _json(valid_text(text))
+
+
+def _text_pairs(key: str) -> Known[str]:
+    quoted = _quote(key)
+    return Known(lambda text: f'{{"key":{quoted},"value":{{"stringValue":{_quote(text)}}}}}')
+
+
+_quoted = Known(_quote)
+_texts = ByKey(_text_pairs)
+_ints = ByKey(lambda key: f'{{"key":{_quote(key)},"value":{{"intValue":"')
+_KIND_TEXTS = {int(kind): str(int(kind)) for kind in SpanKind}
+
+
+def _encode_span(span: Span, flag: int) -> str:
     attributes, dropped = _encode_attributes(span.attributes)
-    encoded: dict[str, Any] = {"traceId": span.trace_id, "spanId": span.span_id}
+    trace_id, span_id, parent_id = span.trace_id, span.span_id, span.parent_id
+    if not (trace_id.isalnum() and span_id.isalnum() and (not parent_id or parent_id.isalnum())):
+        raise ValueError(f"ids {trace_id!r}, {span_id!r}, {parent_id!r} are not hex")
+    more = ""
     if span.trace_state:
-        encoded["traceState"] = span.trace_state
-    if span.parent_id:
-        encoded["parentSpanId"] = span.parent_id
-    encoded["flags"] = FLAG_HAS_IS_REMOTE | (FLAG_IS_REMOTE if parent_is_remote(span) else 0)
-    encoded["name"] = _valid_text(span.name)
-    encoded["kind"] = int(span.kind)
-    encoded["startTimeUnixNano"] = str(span.start_ns)
-    encoded["endTimeUnixNano"] = str(span.end_ns)
-    encoded["attributes"] = attributes
-    if dropped:
-        encoded["droppedAttributesCount"] = dropped
+        more = f'"traceState":{_quote(span.trace_state)},'
+    if parent_id:
+        more += f'"parentSpanId":"{parent_id}",'
+    after = f'"droppedAttributesCount":{dropped},' if dropped else ""
     if span.events:
-        encoded["events"] = [
-            {
-                "timeUnixNano": str(event.time_ns),
-                "name": _valid_text(event.name),
-                "attributes": _encode_attributes(event.attributes)[0],
-            }
-            for event in span.events
-        ]
+        after += f'"events":[{",".join(map(_encode_event, span.events))}],'
     if span.links:
-        encoded["links"] = [
-            {
-                "traceId": link.trace_id,
-                "spanId": link.span_id,
-                "attributes": _encode_attributes(link.attributes)[0],
-                "flags": FLAG_HAS_IS_REMOTE,
-            }
-            for link in span.links
-        ]
-    status: dict[str, Any] = {}
+        after += f'"links":[{",".join(map(_encode_link, span.links))}],'
+    status = ""
     if span.status_message:
-        status["message"] = _valid_text(span.status_message)
+        status = f'"message":{_quote(span.status_message)}'
     if span.status:
-        status["code"] = int(span.status)
-    encoded["status"] = status
-    return encoded
+        status += f'{"," if status else ""}"code":{int(span.status)}'
+    return (
+        f'{{"traceId":"{trace_id}","spanId":"{span_id}",{more}"flags":{span_flags(span) | flag},'
+        f'"name":{_quoted[span.name]},"kind":{_KIND_TEXTS[span.kind]},'
+        f'"startTimeUnixNano":"{span.start_ns}","endTimeUnixNano":"{span.end_ns}",'
+        f'"attributes":[{attributes}],{after}"status":{{{status}}}}}'
+    )
 
 
-def _encode_attributes(attributes: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    valid, dropped = valid_attributes(attributes)
-    encoded: list[dict[str, Any]] = []
-    for key, value in valid:
+def _encode_event(event: Event) -> str:
+    attributes, dropped = _encode_attributes(event.attributes)
+    after = f',"droppedAttributesCount":{dropped}' if dropped else ""
+    return (
+        f'{{"timeUnixNano":"{event.time_ns}","name":{_quoted[event.name]},'
+        f'"attributes":[{attributes}]{after}}}'
+    )
+
+
+def _encode_link(link: Link) -> str:
+    attributes, dropped = _encode_attributes(link.attributes)
+    after = f'"droppedAttributesCount":{dropped},' if dropped else ""
+    return (
+        f'{{"traceId":{_quote(link.trace_id)},"spanId":{_quote(link.span_id)},'
+        f'"attributes":[{attributes}],{after}"flags":{FLAG_HAS_IS_REMOTE}}}'
+    )
+
+
+def _encode_attributes(attributes: Mapping[str, Any]) -> tuple[str, int]:
+    """The items of a JSON list of attributes, and how many could not be carried."""
+    pairs: list[str] = []
+    add, texts, ints = pairs.append, _texts, _ints
+    dropped = 0
+    for key, value in attributes.items():
+        # By type: nearly every value is plain text or a plain integer.
         kind = type(value)
-        if kind is str:
-            encoded.append({"key": key, "value": {"stringValue": value}})
-        elif kind is int:
-            encoded.append({"key": key, "value": {"intValue": str(value)}})
+        if kind is str and key:
+            add(texts[key][value])
+        elif kind is int and key and -_SMALL < value < _SMALL:
+            add(f'{ints[key]}{value}"}}}}')
+        elif (pair := valid_pair(key, value)) is not None:
+            add(_json({"key": pair[0], "value": _encode_value(pair[1])}))
         else:
-            encoded.append({"key": key, "value": _encode_value(value)})
-    return encoded, dropped
+            dropped += 1
+    return ",".join(pairs), dropped
 
 
 def _encode_value(value: AttrValue) -> dict[str, Any]:
@@ -236,6 +314,42 @@ def decode_line(line: bytes | str) -> list[Span]:
         return list(_decode_document(cast("dict[str, Any]", document)))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not OTLP: {type(error).__name__}: {error}") from error
+
+
+class _SpanFlags(msgspec.Struct):
+    flags: int = 0
+
+
+class _ScopeFlags(msgspec.Struct):
+    spans: list[_SpanFlags] = []
+
+
+class _ResourceFlags(msgspec.Struct):
+    scope_spans: list[_ScopeFlags] = msgspec.field(name="scopeSpans", default_factory=list)
+
+
+class _DocumentFlags(msgspec.Struct):
+    resource_spans: list[_ResourceFlags] = msgspec.field(name="resourceSpans", default_factory=list)
+
+
+_decode_flags = msgspec.json.Decoder(_DocumentFlags).decode
+
+
+def count_sampled(line: bytes) -> int:
+    """How many spans of an `encode_line` line are sampled, without decoding the rest of it.
+
+    Raises ValueError when it is no such line.
+    """
+    try:
+        document = _decode_flags(line)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"not OTLP: {error}") from None
+    return sum(
+        span.flags & FLAG_SAMPLED
+        for resource_spans in document.resource_spans
+        for scope_spans in resource_spans.scope_spans
+        for span in scope_spans.spans
+    )
 
 
 def _decode_document(document: dict[str, Any]) -> Iterator[Span]:

@@ -1,12 +1,13 @@
 """Spans → OTLP protobuf, and → the OpenTelemetry SDK's ReadableSpan.
 
-Two ways to one result: `encode_request` fills the generated classes directly (about 5 µs a span),
-`readable_spans` feeds any SDK exporter or processor (about 30 µs with its encoder). A test holds
-them equal message for message. Knows nothing of endpoints (`pdtrace.export`).
+Two ways to one result: `serialize_request` writes the bytes itself, `readable_spans` feeds any SDK
+exporter or processor at ten times the cost. Tests hold them equal message for message. Knows
+nothing of endpoints (`pdtrace.export`).
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,13 +25,18 @@ from pdtrace import __version__
 from pdtrace import semconv as a
 from pdtrace.otlp import (
     FLAG_HAS_IS_REMOTE,
-    FLAG_IS_REMOTE,
     SCOPE_NAME,
+    ByKey,
+    Known,
+    PerResource,
     by_resource,
     parent_is_remote,
+    span_flags,
     valid_attributes,
+    valid_pair,
+    valid_text,
 )
-from pdtrace.spans import AttrValue, Span, SpanKind, StatusCode
+from pdtrace.spans import AttrValue, Event, Link, Resource, Span, SpanKind, StatusCode
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _SDK_KINDS = {
@@ -50,81 +56,205 @@ _SDK_STATUS = {
 
 def encode_request(spans: Iterable[Span]) -> ExportTraceServiceRequest:
     """The export request that the SDK's encoder would build from `readable_spans(spans)`."""
-    request = ExportTraceServiceRequest()
+    return ExportTraceServiceRequest.FromString(serialize_request(spans))
+
+
+def serialize_request(spans: Iterable[Span]) -> bytes:
+    """The export request in bytes. Raises ValueError for ids and times that OTLP cannot carry."""
+    parts: list[bytes] = []
     for resource, group in by_resource(spans):
-        resource_spans = request.resource_spans.add()
-        resource_spans.schema_url = a.SCHEMA_URL
-        resource_spans.resource.SetInParent()
-        _fill_attributes(resource_spans.resource, resource.attributes)
-        scope_spans = resource_spans.scope_spans.add()
-        scope_spans.schema_url = a.SCHEMA_URL
-        scope_spans.scope.name = SCOPE_NAME
-        scope_spans.scope.version = __version__
+        scope_spans = [_SCOPE]
         for span in group:
-            _fill_span(scope_spans.spans.add(), span)
-    return request
+            _add_span(scope_spans, span)
+        scope_spans.append(_SCHEMA)
+        resource_spans = _resources[resource] + _field(b"\x12", b"".join(scope_spans)) + _SCHEMA
+        parts.append(_field(b"\x0a", resource_spans))
+    return b"".join(parts)
 
 
-def _fill_span(pb: Any, span: Span) -> None:
-    pb.trace_id = bytes.fromhex(span.trace_id)
-    pb.span_id = bytes.fromhex(span.span_id)
-    pb.trace_state = span.trace_state
-    if span.parent_id:
-        pb.parent_span_id = bytes.fromhex(span.parent_id)
-    pb.flags = FLAG_HAS_IS_REMOTE | (FLAG_IS_REMOTE if parent_is_remote(span) else 0)
-    pb.name = _text(span.name)
-    pb.kind = span.kind or SpanKind.INTERNAL
-    pb.start_time_unix_nano = span.start_ns
-    pb.end_time_unix_nano = span.end_ns
-    pb.dropped_attributes_count = _fill_attributes(pb, span.attributes)
-    for event in span.events:
-        pb_event = pb.events.add()
-        pb_event.name = _text(event.name)
-        pb_event.time_unix_nano = event.time_ns
-        pb_event.dropped_attributes_count = _fill_attributes(pb_event, event.attributes)
-    for link in span.links:
-        pb_link = pb.links.add()
-        pb_link.trace_id = bytes.fromhex(link.trace_id)
-        pb_link.span_id = bytes.fromhex(link.span_id)
-        pb_link.flags = FLAG_HAS_IS_REMOTE
-        pb_link.dropped_attributes_count = _fill_attributes(pb_link, link.attributes)
-    pb.status.SetInParent()
-    pb.status.code = int(span.status)
-    if span.status is StatusCode.ERROR:
-        pb.status.message = _text(span.status_message)
+# The wire format: a field is a tag (number << 3 | wire type), for bytes and messages their length,
+# and the payload; integers are varints, seven bits a byte, the lowest first.
+
+_GROUPS = range(1 << 14)
+_LAST = [bytes((n,)) if n < 128 else bytes((n & 127 | 128, n >> 7)) for n in _GROUPS]
+"""Fourteen bits as the end of a varint."""
+_MORE = [bytes((n & 127 | 128, n >> 7 | 128)) for n in _GROUPS]
+"""Fourteen bits of a varint that goes on."""
 
 
-def _fill_attributes(pb: Any, attributes: Mapping[str, AttrValue]) -> int:
-    valid, dropped = valid_attributes(attributes)
-    add = pb.attributes.add
-    for key, value in valid:
-        kind = type(value)
-        if kind is str:
-            add(key=key).value.string_value = value
-        elif kind is int:
-            add(key=key).value.int_value = value
-        else:
-            _fill_value(add(key=key).value, value)
-    return dropped
+_TIMES_BEGIN, _TIMES_END = 1 << 42, 1 << 56
+"""Nanoseconds of a monotonic clock, from about an hour after the machine started."""
 
 
-def _fill_value(pb: Any, value: AttrValue) -> None:
+def _varint(n: int) -> bytes:
+    """Any integer of 64 bits; negative ones take ten bytes."""
+    if 0 <= n <= 0x3FFF:
+        return _LAST[n]
+    n &= 0xFFFF_FFFF_FFFF_FFFF
+    encoded = b""
+    while n > 0x3FFF:
+        encoded += _MORE[n & 0x3FFF]
+        n >>= 14
+    return encoded + _LAST[n]
+
+
+def _field(tag: bytes, payload: bytes) -> bytes:
+    """A field of bytes, text or a message."""
+    return tag + _varint(len(payload)) + payload
+
+
+def _text_field(tag: bytes, text: str) -> bytes:
+    return _field(tag, valid_text(text).encode())
+
+
+class _Attributes:
+    """Attributes as repeated KeyValue fields of one message; what comes again is encoded once."""
+
+    def __init__(self, tag: bytes) -> None:
+        self._tag = tag
+        self._known = ByKey(self._known_of)
+        self._times = ByKey(self._prefixes_of)
+
+    def add(self, parts: list[bytes], attributes: Mapping[str, Any]) -> int:
+        """Appends all that OTLP can carry; returns how many were left out."""
+        append, known = parts.append, self._known
+        dropped = 0
+        for key, value in attributes.items():
+            # By type: nearly every value is plain text, a small integer or a time.
+            kind = type(value)
+            if kind is str and key:
+                append(known[key][value])
+            elif kind is int and key and 0 <= value < _TIMES_END:
+                if value < 1 << 14:
+                    append(known[key][value])
+                elif value >= _TIMES_BEGIN:
+                    last = _LAST[value >> 42]
+                    parts += (
+                        self._times[key][len(last)],
+                        _MORE[value & 0x3FFF],
+                        _MORE[value >> 14 & 0x3FFF],
+                        _MORE[value >> 28 & 0x3FFF],
+                        last,
+                    )
+                else:
+                    append(self._pair(key, b"\x18" + _varint(value)))
+            elif (pair := valid_pair(key, value)) is not None:
+                append(self._pair(pair[0], _value(pair[1])))
+            else:
+                dropped += 1
+        return dropped
+
+    def _pair(self, key: str, value: bytes) -> bytes:
+        return _field(self._tag, _text_field(b"\x0a", key) + _field(b"\x12", value))
+
+    def _known_of(self, key: str) -> Known[bytes]:
+        return Known(lambda value: self._pair(key, _value(value)))
+
+    def _prefixes_of(self, key: str) -> list[bytes]:
+        """What stands before the integer in a time's pair, by the length of its last piece."""
+        pairs = (self._pair(key, b"\x18" + bytes(6 + last)) for last in range(3))
+        return [pair[: -(6 + last)] for last, pair in enumerate(pairs)]
+
+
+def _value(value: AttrValue) -> bytes:
+    """An AnyValue."""
     if isinstance(value, str):
-        pb.string_value = value
-    elif isinstance(value, bool):
-        pb.bool_value = value
-    elif isinstance(value, int):
-        pb.int_value = value
-    elif isinstance(value, float):
-        pb.double_value = value
+        return _text_field(b"\x0a", value)
+    if isinstance(value, bool):
+        return b"\x10\x01" if value else b"\x10\x00"
+    if isinstance(value, int):
+        return b"\x18" + _varint(value)
+    if isinstance(value, float):
+        return b"\x21" + _pack_double(value)
+    return _field(b"\x2a", b"".join(_field(b"\x0a", _value(item)) for item in value))
+
+
+_pack_double = struct.Struct("<d").pack
+_pack_times = struct.Struct("<BQBQHI").pack
+"""start_time_unix_nano, end_time_unix_nano and flags, each behind its tag."""
+_START, _END, _FLAGS = 0x39, 0x41, 0x0185
+
+_SPAN_ATTRIBUTES = _Attributes(b"\x4a")
+_EVENT_ATTRIBUTES = _Attributes(b"\x1a")
+_LINK_ATTRIBUTES = _Attributes(b"\x22")
+_RESOURCE_ATTRIBUTES = _Attributes(b"\x0a")
+
+_names = Known(lambda name: _text_field(b"\x2a", name))
+_event_names = Known(lambda name: _text_field(b"\x12", name))
+_KINDS = {int(kind): b"\x30" + _varint(kind or SpanKind.INTERNAL) for kind in SpanKind}
+
+_SCOPE = _field(b"\x0a", _text_field(b"\x0a", SCOPE_NAME) + _text_field(b"\x12", __version__))
+_SCHEMA = _text_field(b"\x1a", a.SCHEMA_URL)
+
+
+def _resource(resource: Resource) -> bytes:
+    parts: list[bytes] = []
+    _RESOURCE_ATTRIBUTES.add(parts, resource.attributes)
+    return _field(b"\x0a", b"".join(parts))
+
+
+_resources = PerResource(_resource)
+
+
+def _add_span(parts: list[bytes], span: Span) -> None:
+    parent_id = span.parent_id
+    if parent_id:
+        head = bytes.fromhex(f"0a10{span.trace_id}1208{span.span_id}2208{parent_id}")
+        if len(head) != 38:
+            raise ValueError(f"ids {span.trace_id}, {span.span_id}, {parent_id} have no OTLP form")
     else:
-        pb.array_value.SetInParent()
-        for item in value:
-            _fill_value(pb.array_value.values.add(), item)
+        head = bytes.fromhex(f"0a10{span.trace_id}1208{span.span_id}")
+        if len(head) != 28:
+            raise ValueError(f"ids {span.trace_id}, {span.span_id} have no OTLP form")
+    try:
+        times = _pack_times(_START, span.start_ns, _END, span.end_ns, _FLAGS, span_flags(span))
+    except struct.error:
+        raise ValueError(f"times {span.start_ns}, {span.end_ns} have no OTLP form") from None
+    body = [head, times, _names[span.name], _KINDS[span.kind]]
+    dropped = _SPAN_ATTRIBUTES.add(body, span.attributes)
+    if dropped:
+        body.append(b"\x50" + _varint(dropped))
+    if span.trace_state:
+        body.append(_text_field(b"\x1a", span.trace_state))
+    if span.events:
+        body += [_field(b"\x5a", _event(event)) for event in span.events]
+    if span.links:
+        body += [_field(b"\x6a", _link(link)) for link in span.links]
+    body.append(_status(span) if span.status else b"\x7a\x00")
+    payload = b"".join(body)
+    parts += (b"\x12", _varint(len(payload)), payload)
 
 
-def _text(text: str) -> str:
-    return text if text.isascii() else text.encode(errors="replace").decode()
+def _event(event: Event) -> bytes:
+    parts = [_pack_event_time(0x09, event.time_ns), _event_names[event.name]]
+    dropped = _EVENT_ATTRIBUTES.add(parts, event.attributes)
+    if dropped:
+        parts.append(b"\x20" + _varint(dropped))
+    return b"".join(parts)
+
+
+_pack_event_time = struct.Struct("<BQ").pack
+
+
+def _link(link: Link) -> bytes:
+    head = bytes.fromhex(f"0a10{link.trace_id}1208{link.span_id}")
+    if len(head) != 28:
+        raise ValueError(f"ids {link.trace_id}, {link.span_id} have no OTLP form")
+    parts = [head, _LINK_FLAGS]
+    dropped = _LINK_ATTRIBUTES.add(parts, link.attributes)
+    if dropped:
+        parts.append(b"\x28" + _varint(dropped))
+    return b"".join(parts)
+
+
+_LINK_FLAGS = struct.pack("<BI", 0x35, FLAG_HAS_IS_REMOTE)
+
+
+def _status(span: Span) -> bytes:
+    message = b""
+    if span.status is StatusCode.ERROR:
+        message = _text_field(b"\x12", span.status_message)
+    return _field(b"\x7a", message + b"\x18" + _varint(span.status))
 
 
 def readable_spans(spans: Iterable[Span]) -> list[ReadableSpan]:
@@ -148,15 +278,15 @@ def _readable(span: Span, resource: SdkResource, scope: InstrumentationScope) ->
     if span.parent_id:
         remote = parent_is_remote(span)
         parent = SpanContext(trace_id, int(span.parent_id, 16), remote, _SAMPLED, state)
-    description = _text(span.status_message) if span.status is StatusCode.ERROR else None
+    description = valid_text(span.status_message) if span.status is StatusCode.ERROR else None
     return ReadableSpan(
-        name=_text(span.name),
+        name=valid_text(span.name),
         context=SpanContext(trace_id, int(span.span_id, 16), False, _SAMPLED, state),
         parent=parent,
         resource=resource,
         attributes=dict(valid_attributes(span.attributes)[0]),
         events=[
-            SdkEvent(_text(event.name), _sdk_attributes(event.attributes), event.time_ns)
+            SdkEvent(valid_text(event.name), _sdk_attributes(event.attributes), event.time_ns)
             for event in span.events
         ],
         links=_sdk_links(span),
