@@ -29,9 +29,10 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """The forward passes of one kind that a request took part in, in one process."""
+    """The forward passes of one kind that one attempt took part in, in one process."""
 
     kind: StepKind
+    attempt: int = 1
     count: int
     total_ns: int
     slowest_ns: int

@@ -54,7 +54,8 @@ def _begin_marks() -> Mapping[tuple[Mode, str], tuple[Mark, ...]]:
     return table
 
 
-_BEGIN = _begin_marks()
+BEGIN_MARKS = _begin_marks()
+"""Marks that open each chain stage, by mode and stage name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +303,7 @@ class Evidence:
 
     def begin(self, stage: Stage, attempt: Attempt) -> Stamp | None:
         marks = self.first if self._is_ingress(stage) else attempt.first
-        return first_of(marks, _BEGIN[self.mode, stage.name])
+        return first_of(marks, BEGIN_MARKS[self.mode, stage.name])
 
     def finish(self, stage: Stage, attempt: Attempt) -> Stamp | None:
         """The mark that ended `stage` in order; an unsuccessful COMPLETED ends nothing in order."""

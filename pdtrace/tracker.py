@@ -1,7 +1,9 @@
 """Follows requests through the records of many rings until their spans can be built.
 
-Owns which request is open, which legs it still waits for, and when to stop waiting. A plain state
-machine: the caller feeds records and the time; it reads no files and no clock.
+Owns which request is open, which legs it still waits for, and when to stop waiting; what is kept
+of one request is `pdtrace.open_requests`'. A plain state machine: the caller feeds records and the
+time; it reads no files and no clock. Asking what is finished touches only requests of which
+something was read since, or whose time has come.
 
     OPEN (the first of a request)                                     → open
     COMPLETED, or the gateway let go of it or died
@@ -16,31 +18,44 @@ What arrives for a finished request is late: counted, not kept.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from itertools import islice
+from operator import attrgetter
+from typing import Generic, TypeVar
 
-from pdtrace import semconv as a
-from pdtrace.collected import AttemptIds, CollectedRequest, Leg, Process
-from pdtrace.propagation import RequestContext
-from pdtrace.ring.records import EndRecord, MarkRecord, OpenRecord, Record
-from pdtrace.stages import MARKS, Mark, Role
+from pdtrace.collected import CollectedRequest, Process, Stuck
+from pdtrace.inflight import InFlight
+from pdtrace.open_requests import (
+    TELLING_MARKS,
+    OpenLeg,
+    OpenRequest,
+    Source,
+    home_time,
+    plan_of,
+)
+from pdtrace.progress import Progress
+from pdtrace.ring.records import (
+    EndRecord,
+    MarkRecord,
+    OpenRecord,
+    Record,
+    StepRecord,
+)
+from pdtrace.stages import Mark, Role
 
 DEFAULT_GRACE_NS = 1_000_000_000
 MAX_GRACES = 10
-DEFAULT_MAX_OPEN = 50_000
-MAX_REMEMBERED = 100_000
-"""Finished requests remembered, to tell late records from records of unknown requests."""
+DEFAULT_MAX_OPEN = 200_000
+MAX_REMEMBERED = 200_000
+"""Requests remembered at least, to tell late records from records of unknown requests, and to link
+waits to the requests that were in the way."""
 MAX_MARKS = 20_000
 """Marks kept of one request; what is more counts as missed."""
 MAX_UNNAMED = 10_000
 """Marks kept of one ring whose OPEN record has not been read."""
 
-_PREFILL_AT = MARKS[Mark.ROUTED].attrs.index(a.PREFILL_WORKER)
-_DECODE_AT = MARKS[Mark.ROUTED].attrs.index(a.DECODE_WORKER)
-
-_K = TypeVar("_K")
 _V = TypeVar("_V")
 
 
@@ -61,27 +76,34 @@ class TrackerCounts:
     overgrown: int = 0
 
 
-@dataclass(slots=True)
-class _Open:
-    context: RequestContext
-    begun: int  # order of appearance
-    touched_ns: int
-    attempts: dict[int, AttemptIds] = field(default_factory=dict[int, AttemptIds])
-    legs: dict[str, Leg] = field(default_factory=dict[str, Leg])
-    held: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
-    expected: set[str] = field(default_factory=set[str])
-    blockers: set[str] = field(default_factory=set[str])
-    num_marks: int = 0
-    ended_ns: int | None = None
-    has_gateway: bool = False
+class _Memory(Generic[_V]):
+    """The last `MAX_REMEMBERED` keys at least, twice as many at most.
+
+    Two generations rather than an order: dropping the older half at once costs nothing per key.
+    """
+
+    def __init__(self) -> None:
+        self._young: dict[str, _V] = {}
+        self._old: dict[str, _V] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._young or key in self._old
+
+    def get(self, key: str) -> _V | None:
+        return self._young.get(key) or self._old.get(key)
+
+    def keep(self, key: str, value: _V) -> None:
+        if len(self._young) >= MAX_REMEMBERED:
+            self._old, self._young = self._young, {}
+        self._young[key] = value
 
 
 @dataclass(slots=True)
 class _Ring:
-    process: Process
+    source: Source
     handled_key: int = 0
     last_key: int = 0
-    keys: dict[int, _Open | None] = field(default_factory=dict[int, "_Open | None"])
+    keys: dict[int, OpenLeg | None] = field(default_factory=dict[int, "OpenLeg | None"])
     unnamed: dict[int, list[MarkRecord]] = field(default_factory=dict[int, list[MarkRecord]])
     num_unnamed: int = 0
     last_ns: int = 0
@@ -100,10 +122,15 @@ class RequestTracker:
         self._grace_ns = grace_ns
         self._max_open = max_open
         self._rings: dict[str, _Ring] = {}
-        self._open: dict[str, _Open] = {}
-        self._finished: OrderedDict[str, None] = OrderedDict()
-        self._roots: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self._open: dict[str, OpenRequest] = {}
+        self._finished: _Memory[bool] = _Memory()
+        self._roots: _Memory[bytes] = _Memory()
         self._begun = 0
+        self._home: Process | None = None
+        self._changed: dict[str, None] = {}
+        """Requests that may have finished with what was read since the last question."""
+        self._due: list[tuple[int, int, str]] = []
+        """Requests that time alone may finish: a heap of (when, order, root)."""
 
     # -- input -------------------------------------------------------------------------------
 
@@ -113,7 +140,13 @@ class RequestTracker:
         handled_key  last key that a former tracker saw (`last_key`): unless their OPEN records come
                      again, its requests and those before are finished
         """
-        self._rings[ring] = _Ring(process, handled_key, handled_key)
+        self._rings[ring] = _Ring(Source(ring, process), handled_key, handled_key)
+        if self._home is None or (
+            process.role is Role.GATEWAY and self._home.role is not Role.GATEWAY
+        ):
+            self._home = process
+        for other in self._rings.values():
+            other.source.is_foreign = other.source.process.clock_id != self._home.clock_id
 
     def last_key(self, ring: str) -> int:
         """The highest key that `ring` gave to a request."""
@@ -122,7 +155,7 @@ class RequestTracker:
     def remember_finished(self, span_ids: Iterable[str]) -> None:
         """Span ids of roots or attempts that were exported before: their records are late."""
         for span_id in span_ids:
-            _keep(self._finished, span_id, None)
+            self._finished.keep(span_id, True)
 
     def feed(self, ring: str, records: Iterable[Record], now_ns: int) -> list[str]:
         """Records of one ring in the order written; the requests that appeared in it, by root."""
@@ -130,36 +163,52 @@ class RequestTracker:
         appeared: list[str] = []
         for record in records:
             if isinstance(record, MarkRecord):
-                self._mark(ring, source, record, now_ns)
+                self._mark(source, record, now_ns)
+            elif isinstance(record, StepRecord):
+                self._step(source, record)
             elif isinstance(record, OpenRecord):
-                if self._name(ring, source, record, now_ns):
+                if self._name(source, record, now_ns):
                     appeared.append(record.context.root_span_id)
             elif isinstance(record, EndRecord):
-                self._release(ring, source, record.key, now_ns)
+                self._release(source, record.key, now_ns)
+            else:
+                source.source.sample(record)
         return appeared
 
     def records_missed(self, ring: str, count: int) -> None:
         """`count` records of a ring were overwritten or torn before they could be read."""
-        for request in self._in_ring(ring):
-            request.legs[ring].records_missed += count
+        self._rings[ring].source.num_missed += count
 
     def ring_gone(self, ring: str, gone_ns: int | None, reason: str) -> None:
         """The process of a ring, which has been read to its end, records no more.
 
         gone_ns  when it was found gone; None if that was not observed: the last record then counts
         """
-        source = self._rings.pop(ring)
-        at_ns = max(source.last_ns, gone_ns or 0)
-        for request in self._in_ring(ring):
-            leg = request.legs[ring]
-            if any(held_ring == ring for held_ring, _ in request.held):
-                leg.lost_at_ns = at_ns
-                leg.lost_reason = reason
-                request.held = {held for held in request.held if held[0] != ring}
-                if leg.process.role is Role.GATEWAY and request.ended_ns is None:
-                    request.ended_ns = at_ns
-            request.expected.discard(leg.process.instance)
-        self.counts.unnamed += source.num_unnamed
+        gone = self._rings.pop(ring)
+        at_ns = max(gone.last_ns, gone_ns or 0)
+        instance = gone.source.process.instance
+        for root, request in self._open.items():
+            expected = instance in request.expected
+            if expected:
+                request.expected = tuple(name for name in request.expected if name != instance)
+            lost = False
+            for leg in request.legs:
+                if leg.source is gone.source and leg.is_held:
+                    leg.is_held = False
+                    leg.lost_at_ns, leg.lost_reason = at_ns, reason
+                    request.num_held -= 1
+                    lost = True
+            if lost and gone.source.process.role is Role.GATEWAY and request.ended_ns is None:
+                request.ended_ns = at_ns
+            if lost or expected:
+                self._changed[root] = None
+        self.counts.unnamed += gone.num_unnamed
+
+    def mark_stuck(self, root_span_id: str, report: Stuck) -> None:
+        """Keeps that a stage of a request in flight was reported as stuck, for its span."""
+        request = self._open.get(root_span_id)
+        if request is not None:
+            request.stuck += (report,)
 
     # -- output ------------------------------------------------------------------------------
 
@@ -171,163 +220,223 @@ class RequestTracker:
         """Whether a request is in flight."""
         return root_span_id in self._open
 
+    def open_ids(self) -> list[str]:
+        """Request ids of what is in flight, oldest first; callers may have used one twice."""
+        return [request.context.request_id for request in self._open.values()]
+
+    def in_flight(self, now_ns: int) -> list[InFlight]:
+        """Every request in flight as it stands, oldest first.
+
+        now_ns  CLOCK_MONOTONIC of the gateway's host, or of this host where no gateway is known
+        """
+        return [request.look(now_ns, self._to_home) for request in self._open.values()]
+
+    def peek(self, request_id: str, now_ns: int) -> list[CollectedRequest]:
+        """What is known of the requests in flight with that id; they stay in flight.
+
+        now_ns  as for `in_flight`
+        """
+        return [
+            request.collected(gave_up=None, resolve=self._resolve, open_at_ns=now_ns)
+            for request in self._open.values()
+            if request.context.request_id == request_id
+        ]
+
     def finished(self, now_ns: int) -> list[CollectedRequest]:
         """Requests whose spans can be built, oldest first. Each is returned once."""
-        done: list[CollectedRequest] = []
-        instances = {ring.process.instance for ring in self._rings.values()}
-        for root_id, request in list(self._open.items()):
-            silent = now_ns - request.touched_ns >= self._grace_ns
-            if request.ended_ns is None:
-                if silent and not request.has_gateway and not request.held:
-                    done.append(self._finish(root_id, None))
+        done: list[tuple[OpenRequest, str | None]] = []
+        instances = self._instances()
+        changed, self._changed = self._changed, {}
+        due = self._due
+        while due and due[0][0] <= now_ns:
+            _, _, root = heapq.heappop(due)
+            request = self._open.get(root)
+            if request is not None:
+                request.due_ns = None
+                changed[root] = None
+        for root in changed:
+            request = self._open.get(root)
+            if request is None:
                 continue
-            missing = self._still_waits_for(request, instances)
-            overdue = now_ns - request.ended_ns >= self._grace_ns * MAX_GRACES
-            # A worker that lives and holds a leg is silent during a long step, no more.
-            unheard = silent and not request.held
-            if missing is None or unheard or overdue:
-                done.append(self._finish(root_id, missing))
-        while len(self._open) > self._max_open:
-            self.counts.evicted += 1
-            done.append(self._finish(next(iter(self._open)), "too many requests in flight"))
-        return done
+            is_done, gave_up, due_ns = self._verdict(request, instances, now_ns)
+            if is_done:
+                done.append((request, gave_up))
+            elif due_ns is not None and (request.due_ns is None or due_ns < request.due_ns):
+                request.due_ns = due_ns
+                heapq.heappush(due, (due_ns, request.begun, root))
+        done.sort(key=lambda pair: pair[0].begun)
+        finished = [self._finish(request, gave_up) for request, gave_up in done]
+        excess = len(self._open) - self._max_open
+        if excess > 0:
+            self.counts.evicted += excess
+            oldest = list(islice(self._open.values(), excess))
+            finished += (self._finish(request, "too many requests in flight") for request in oldest)
+        return finished
 
     def finish_ended(self) -> list[CollectedRequest]:
         """Requests that have ended, without waiting for their legs; the others stay in flight."""
-        instances = {ring.process.instance for ring in self._rings.values()}
+        instances = self._instances()
+        ended = [request for request in self._open.values() if request.ended_ns is not None]
         return [
-            self._finish(root_id, self._still_waits_for(request, instances))
-            for root_id, request in list(self._open.items())
-            if request.ended_ns is not None
+            self._finish(request, self._still_waits_for(request, instances))
+            for request in sorted(ended, key=attrgetter("begun"))
         ]
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _in_ring(self, ring: str) -> Iterator[_Open]:
-        return (request for request in self._open.values() if ring in request.legs)
-
-    def _name(self, ring: str, source: _Ring, record: OpenRecord, now_ns: int) -> bool:
+    def _name(self, ring: _Ring, record: OpenRecord, now_ns: int) -> bool:
         """Binds a key; whether its request is in flight and appears in this ring."""
         key, context = record.key, record.context
-        source.last_key = max(source.last_key, key)
-        if source.keys.get(key) is not None:
+        ring.last_key = max(ring.last_key, key)
+        if ring.keys.get(key) is not None:
             return False  # repeated so that it stays in the ring
-        if context.root_span_id in self._finished or context.attempt_span_id in self._finished:
-            source.keys[key] = None
-            self._drop_unnamed(source, key)
+        root = context.root_span_id
+        if root in self._finished or context.attempt_span_id in self._finished:
+            ring.keys[key] = None
+            self._drop_unnamed(ring, key)
             return False
-        request = self._open.get(context.root_span_id)
+        t_ns = self._to_home(ring.source, record.t_ns)
+        attempt = max(context.attempt, 1)
+        request = self._open.get(root)
         if request is None:
             self._begun += 1
-            request = _Open(context, self._begun, now_ns)
-            self._open[context.root_span_id] = request
-            _keep(self._roots, context.request_id, (context.trace_id, context.root_span_id))
-        source.keys[key] = request
-        request.held.add((ring, key))
+            request = OpenRequest(
+                context=context,
+                begun=self._begun,
+                begun_ns=t_ns,
+                touched_ns=now_ns,
+                progress=Progress(plan_of(context.mode), attempt),
+                legs=[],
+            )
+            self._open[root] = request
+            self._remember_root(context.request_id, context.trace_id, root)
+        elif attempt > request.progress.attempt:
+            request.progress.begin_attempt(attempt, t_ns)
+        request.begun_ns = min(request.begun_ns, t_ns)
         request.touched_ns = now_ns
-        request.attempts[max(context.attempt, 1)] = AttemptIds(
-            span_id=context.attempt_span_id, handoff_id=context.handoff_id or None
-        )
-        if ring not in request.legs:
-            request.legs[ring] = Leg(process=source.process)
-            request.has_gateway = request.has_gateway or source.process.role is Role.GATEWAY
-        for mark in source.unnamed.pop(key, ()):
-            source.num_unnamed -= 1
-            self._mark(ring, source, mark, now_ns)
+        ring.keys[key] = request.add_leg(key, ring.source, context)
+        self._changed[root] = None
+        for mark in ring.unnamed.pop(key, ()):
+            ring.num_unnamed -= 1
+            self._mark(ring, mark, now_ns)
         return True
 
-    def _mark(self, ring: str, source: _Ring, record: MarkRecord, now_ns: int) -> None:
-        source.last_ns = max(source.last_ns, record.t_ns)
-        key = record.key
-        if key not in source.keys:
-            if key <= source.handled_key:
-                return
-            if source.num_unnamed < MAX_UNNAMED:
-                source.unnamed.setdefault(key, []).append(record)
-                source.num_unnamed += 1
-            else:
-                self.counts.unnamed += 1
+    def _mark(self, ring: _Ring, record: MarkRecord, now_ns: int) -> None:
+        t_ns, key, mark = record.t_ns, record.key, record.mark
+        ring.last_ns = max(ring.last_ns, t_ns)
+        leg = ring.keys.get(key)
+        if leg is None:
+            self._mark_without_request(ring, record)
             return
-        request = source.keys[key]
-        if request is None:
-            self.counts.late += 1
-            return
-        leg = request.legs[ring]
+        request = self._open[leg.root]
         request.touched_ns = now_ns
-        if request.num_marks >= MAX_MARKS and record.mark is not Mark.COMPLETED:
+        if ring.source.is_foreign:
+            t_ns = self._to_home(ring.source, t_ns)
+        request.progress.reach(mark, record.attempt or 1, t_ns)
+        if mark in TELLING_MARKS:
+            request.told(leg, record, self._to_home)
+            if mark is Mark.COMPLETED:
+                request.ended_ns = now_ns
+                self._changed[leg.root] = None
+        if request.num_marks >= MAX_MARKS and mark is not Mark.COMPLETED:
             self.counts.overgrown += 1
-            leg.records_missed += 1
+            leg.overgrown += 1
             return
         request.num_marks += 1
         leg.marks.append(record)
-        if record.mark is Mark.COMPLETED:
-            request.ended_ns = now_ns
-        elif record.mark is Mark.ROUTED and len(record.values) > max(_PREFILL_AT, _DECODE_AT):
-            workers = (record.values[_PREFILL_AT], record.values[_DECODE_AT])
-            request.expected.update(str(worker) for worker in workers if worker)
 
-    def _release(self, ring: str, source: _Ring, key: int, now_ns: int) -> None:
-        if key not in source.keys:
-            self._drop_unnamed(source, key)
+    def _mark_without_request(self, ring: _Ring, record: MarkRecord) -> None:
+        key = record.key
+        if key in ring.keys:
+            self.counts.late += 1
+        elif key > ring.handled_key:
+            if ring.num_unnamed < MAX_UNNAMED:
+                ring.unnamed.setdefault(key, []).append(record)
+                ring.num_unnamed += 1
+            else:
+                self.counts.unnamed += 1
+
+    def _step(self, ring: _Ring, record: StepRecord) -> None:
+        keys = ring.keys
+        for key in record.members:
+            leg = keys.get(key)
+            if leg is not None:
+                leg.take_step(record)
+
+    def _release(self, ring: _Ring, key: int, now_ns: int) -> None:
+        if key not in ring.keys:
+            self._drop_unnamed(ring, key)
             return
-        request = source.keys.pop(key)
-        if request is None:
+        leg = ring.keys.pop(key)
+        if leg is None:
             return
-        request.held.discard((ring, key))
+        request = self._open[leg.root]
+        leg.is_held = False
+        request.num_held -= 1
         request.touched_ns = now_ns
-        gateway = source.process.role is Role.GATEWAY
-        if gateway and request.ended_ns is None and not self._gateway_holds(request):
+        if (
+            ring.source.process.role is Role.GATEWAY
+            and request.ended_ns is None
+            and not request.is_held_by_gateway
+        ):
             request.ended_ns = now_ns
+        self._changed[leg.root] = None
 
-    def _gateway_holds(self, request: _Open) -> bool:
-        return any(request.legs[ring].process.role is Role.GATEWAY for ring, _ in request.held)
-
-    def _drop_unnamed(self, source: _Ring, key: int) -> None:
-        dropped = len(source.unnamed.pop(key, ()))
-        source.num_unnamed -= dropped
+    def _drop_unnamed(self, ring: _Ring, key: int) -> None:
+        dropped = len(ring.unnamed.pop(key, ()))
+        ring.num_unnamed -= dropped
         self.counts.unnamed += dropped
 
-    def _still_waits_for(self, request: _Open, instances: set[str]) -> str | None:
+    def _instances(self) -> set[str]:
+        return {ring.source.process.instance for ring in self._rings.values()}
+
+    def _verdict(
+        self, request: OpenRequest, instances: set[str], now_ns: int
+    ) -> tuple[bool, str | None, int | None]:
+        """Whether a request is finished, what is missing of it, and when time alone finishes it."""
+        silent_at_ns = request.touched_ns + self._grace_ns
+        if request.ended_ns is None:
+            if request.has_gateway or request.num_held:
+                return False, None, None
+            return now_ns >= silent_at_ns, None, silent_at_ns
+        missing = self._still_waits_for(request, instances)
+        due_ns = request.ended_ns + self._grace_ns * MAX_GRACES
+        if not request.num_held:
+            # A worker that lives and holds a leg is silent during a long step, no more.
+            due_ns = min(due_ns, silent_at_ns)
+        return missing is None or now_ns >= due_ns, missing, due_ns
+
+    def _still_waits_for(self, request: OpenRequest, instances: set[str]) -> str | None:
         """Who has not let go of an ended request, or has not been heard of it; None if nobody."""
-        holding = {request.legs[ring].process.instance for ring, _ in request.held}
-        heard = {leg.process.instance for leg in request.legs.values()}
-        waiting = holding | (request.expected & instances - heard)
+        heard = {leg.source.process.instance for leg in request.legs}
+        waiting = {leg.source.process.instance for leg in request.legs if leg.is_held}
+        waiting |= set(request.expected) & instances - heard
         return f"{', '.join(sorted(waiting))} did not finish" if waiting else None
 
-    def _finish(self, root_id: str, gave_up: str | None) -> CollectedRequest:
-        request = self._open.pop(root_id)
-        for ring, key in request.held:
-            if ring in self._rings:
-                self._rings[ring].keys[key] = None
-        _keep(self._finished, root_id, None)
+    def _finish(self, request: OpenRequest, gave_up: str | None) -> CollectedRequest:
+        root = request.context.root_span_id
+        del self._open[root]
+        for leg in request.legs:
+            ring = self._rings.get(leg.source.ring) if leg.is_held else None
+            if ring is not None and ring.source is leg.source:
+                ring.keys[leg.key] = None
+        self._finished.keep(root, True)
         self.counts.requests += 1
-        context = request.context
-        names = {
-            str(value)
-            for leg in request.legs.values()
-            for record in leg.marks
-            if record.mark is Mark.WAITING
-            for attr, value in zip(MARKS[Mark.WAITING].attrs, record.values, strict=False)
-            if attr is a.WAIT_BLOCKER and value
-        }
-        return CollectedRequest(
-            request_id=context.request_id,
-            trace_id=context.trace_id,
-            root_span_id=context.root_span_id,
-            client_parent_span_id=context.client_parent_span_id,
-            sampled=context.sampled,
-            trace_state=context.tracestate,
-            mode=context.mode,
-            attempts=request.attempts,
-            legs=list(request.legs.values()),
-            gave_up=gave_up,
-            blockers={name: self._roots[name] for name in names if name in self._roots},
-        )
+        return request.collected(gave_up=gave_up, resolve=self._resolve)
 
+    def _remember_root(self, request_id: str, trace_id: str, root_span_id: str) -> None:
+        try:
+            ids = bytes.fromhex(trace_id + root_span_id)
+        except ValueError:
+            return  # no ids of ours: nothing to link to
+        self._roots.keep(request_id, ids)
 
-def _keep(memory: OrderedDict[_K, _V], key: _K, value: _V) -> None:
-    """Adds to a memory of the last `MAX_REMEMBERED`."""
-    memory[key] = value
-    memory.move_to_end(key)
-    while len(memory) > MAX_REMEMBERED:
-        memory.popitem(last=False)
+    def _resolve(self, request_id: str) -> tuple[str, str] | None:
+        """Trace id and root span id of the latest request with that id."""
+        ids = self._roots.get(request_id)
+        return None if ids is None else (ids[:16].hex(), ids[16:].hex())
+
+    def _to_home(self, source: Source, t_ns: int) -> int:
+        if not source.is_foreign or self._home is None:
+            return t_ns
+        return home_time(source, self._home, [ring.source for ring in self._rings.values()], t_ns)

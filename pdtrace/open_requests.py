@@ -1,0 +1,437 @@
+"""One request in flight: what is kept of it, small, and how it looks from outside.
+
+Owns the record of a request and of the legs in it; when a request counts as finished is
+`pdtrace.tracker`'s. A hundred thousand of them are held at a time, so the records are untracked by
+the garbage collector: none of them may refer to itself, however far round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from pdtrace import semconv as a
+from pdtrace.alignment import align
+from pdtrace.collected import AttemptIds, CollectedRequest, Leg, Process, StepStats, Stuck
+from pdtrace.inflight import InFlight, WaitNow
+from pdtrace.offsets import ClockOffsets
+from pdtrace.progress import PLANS, Plan, Progress
+from pdtrace.propagation import RequestContext
+from pdtrace.ring.records import ClockRecord, MarkRecord, StepRecord, Value
+from pdtrace.stages import MARKS, STAGE_BY_NAME, Mark, Mode, Role, Stage, StepKind
+
+BLOCKER_SEPARATOR = "\x1f"
+"""Between the ids of `pd.wait.blockers` in a ring."""
+
+
+def _place(mark: Mark, attr: a.Attr) -> int:
+    """Where an attribute stands among a mark's values; beyond them if the mark lacks it."""
+    attrs = MARKS[mark].attrs
+    return attrs.index(attr) if attr in attrs else len(attrs)
+
+
+_PREFILL_AT = _place(Mark.ROUTED, a.PREFILL_WORKER)
+_DECODE_AT = _place(Mark.ROUTED, a.DECODE_WORKER)
+_PROMPT_AT = _place(Mark.TOKENIZED, a.PROMPT_TOKENS)
+_STREAM_AT = _place(Mark.TOKENIZED, a.STREAM)
+_MODE_AT = _place(Mark.TOKENIZED, a.MODE)
+_OUTCOME_AT = _place(Mark.COMPLETED, a.OUTCOME)
+_WAIT_STAGE_AT = _place(Mark.WAITING, a.WAIT_STAGE)
+_WAIT_REASON_AT = _place(Mark.WAITING, a.WAIT_REASON)
+_BLOCKER_AT = {mark: _place(mark, a.WAIT_BLOCKER) for mark in (Mark.WAITING, Mark.TOKEN_GAP)}
+_BLOCKERS_AT = {mark: _place(mark, a.WAIT_BLOCKERS) for mark in (Mark.WAITING, Mark.TOKEN_GAP)}
+
+TELLING_MARKS = frozenset({Mark.TOKENIZED, Mark.ROUTED, Mark.COMPLETED, Mark.WAITING})
+"""Marks whose values `OpenRequest.told` reads."""
+
+
+def value_at(record: MarkRecord, place: int) -> Value:
+    """A mark's value; None where a writer of another version left it out."""
+    values = record.values
+    return values[place] if place < len(values) else None
+
+
+def blocker_names(record: MarkRecord) -> tuple[str, ...]:
+    """Requests that a WAITING or TOKEN_GAP mark names, most important first, each once."""
+    first = value_at(record, _BLOCKER_AT[record.mark])
+    joined = value_at(record, _BLOCKERS_AT[record.mark])
+    names = [str(first)] if first else []
+    if joined:
+        names += str(joined).split(BLOCKER_SEPARATOR)
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+@dataclass(slots=True)
+class Source:
+    """A ring as its requests know it.
+
+    num_missed  records of it that were overwritten or torn so far
+    is_foreign  whether its clock is another than the one that ages are counted on
+    """
+
+    ring: str
+    process: Process
+    num_missed: int = 0
+    is_foreign: bool = False
+    clock: ClockOffsets | None = None
+
+    def sample(self, record: ClockRecord) -> None:
+        """Takes in a round trip."""
+        if self.clock is None:
+            self.clock = ClockOffsets()
+        self.clock.add(record)
+
+
+class _Steps(msgspec.Struct, eq=False, gc=False):
+    kind: StepKind
+    count: int
+    total_ns: int
+    slowest_ns: int
+    slowest_number: int
+
+
+class OpenLeg(msgspec.Struct, eq=False, gc=False):
+    """What one process has recorded of one attempt.
+
+    root          root span id of the request: a reference to the record itself would be a cycle
+    is_held       the process has not let go of it
+    missed_before what the ring had lost before
+    wait          its latest WAITING mark, and since when the stage has waited for this reason
+    """
+
+    root: str
+    key: int
+    attempt: int
+    source: Source
+    marks: list[MarkRecord]
+    missed_before: int
+    is_held: bool = True
+    overgrown: int = 0
+    lost_at_ns: int | None = None
+    lost_reason: str = ""
+    wait: MarkRecord | None = None
+    wait_since_ns: int = 0
+    steps: tuple[_Steps, ...] = ()
+
+    @property
+    def role(self) -> Role:
+        return self.source.process.role
+
+    def take_step(self, record: StepRecord) -> None:
+        """The attempt took part in a forward pass."""
+        length_ns = max(record.end_ns - record.begin_ns, 0)
+        for steps in self.steps:
+            if steps.kind is record.kind:
+                steps.count += 1
+                steps.total_ns += length_ns
+                if length_ns > steps.slowest_ns:
+                    steps.slowest_ns, steps.slowest_number = length_ns, record.number
+                return
+        self.steps += (_Steps(record.kind, 1, length_ns, length_ns, record.number),)
+
+    def take_wait(self, record: MarkRecord) -> None:
+        """A decision left the request waiting here."""
+        before = self.wait
+        if before is None or any(
+            value_at(before, place) != value_at(record, place)
+            for place in (_WAIT_STAGE_AT, _WAIT_REASON_AT)
+        ):
+            self.wait_since_ns = record.t_ns
+        self.wait = record
+
+
+class OpenRequest(msgspec.Struct, eq=False, gc=False):
+    """A request in flight.
+
+    begun       order of appearance
+    begun_ns    its first sign; like `progress` on the clock that ages are counted on
+    touched_ns  when a record of it was last read
+    ended_ns    when its end was read; None while it goes on
+    due_ns      when the tracker looks at it next without being told to
+    expected    workers it was routed to
+    ids         ids of attempts other than the context's
+    outcome     as COMPLETED says
+    """
+
+    context: RequestContext
+    begun: int
+    begun_ns: int
+    touched_ns: int
+    progress: Progress
+    legs: list[OpenLeg]
+    ended_ns: int | None = None
+    due_ns: int | None = None
+    num_marks: int = 0
+    num_held: int = 0
+    has_gateway: bool = False
+    streams: bool = True
+    expected: tuple[str, ...] = ()
+    ids: dict[int, AttemptIds] | None = None
+    prefill_worker: str | None = None
+    decode_worker: str | None = None
+    prompt_tokens: int | None = None
+    outcome: str | None = None
+    stuck: tuple[Stuck, ...] = ()
+
+    @property
+    def is_held_by_gateway(self) -> bool:
+        return any(leg.is_held and leg.role is Role.GATEWAY for leg in self.legs)
+
+    def add_leg(self, ring_key: int, source: Source, context: RequestContext) -> OpenLeg:
+        """A process takes up an attempt."""
+        attempt = max(context.attempt, 1)
+        if attempt != max(self.context.attempt, 1):
+            if self.ids is None:
+                self.ids = {}
+            self.ids[attempt] = _ids_of(context)
+        known = next((leg for leg in self.legs if leg.source is source), None)
+        leg = OpenLeg(
+            root=self.context.root_span_id,
+            key=ring_key,
+            attempt=attempt,
+            source=source,
+            marks=[],
+            missed_before=source.num_missed if known is None else known.missed_before,
+        )
+        self.legs.append(leg)
+        self.num_held += 1
+        self.has_gateway = self.has_gateway or source.process.role is Role.GATEWAY
+        return leg
+
+    def told(self, leg: OpenLeg, record: MarkRecord, to_home: ToHome) -> None:
+        """Keeps what one of the TELLING_MARKS says."""
+        mark = record.mark
+        if mark is Mark.WAITING:
+            leg.take_wait(record)
+        elif mark is Mark.TOKENIZED:
+            tokens = value_at(record, _PROMPT_AT)
+            self.prompt_tokens = tokens if isinstance(tokens, int) else None
+            self.streams = value_at(record, _STREAM_AT) is not False
+            mode = _MODES.get(value_at(record, _MODE_AT))
+            if mode is not None and PLANS[mode] is not self.progress.plan:
+                self._follow(PLANS[mode], (leg, record), to_home)
+        elif mark is Mark.ROUTED:
+            prefill, decode = value_at(record, _PREFILL_AT), value_at(record, _DECODE_AT)
+            workers = [str(worker) for worker in (prefill, decode) if worker]
+            self.expected = tuple(dict.fromkeys((*self.expected, *workers)))
+            if record.attempt >= self.progress.attempt:
+                self.prefill_worker = str(prefill) if prefill else None
+                self.decode_worker = str(decode) if decode else None
+        elif mark is Mark.COMPLETED:
+            outcome = value_at(record, _OUTCOME_AT)
+            self.outcome = str(outcome) if outcome else "completed"
+
+    def _follow(self, plan: Plan, last: tuple[OpenLeg, MarkRecord], to_home: ToHome) -> None:
+        """The mode is another than thought: what was marked so far counts by its chain."""
+        self.progress.restart(plan)
+        marked = [(leg, record) for leg in self.legs for record in leg.marks]
+        for leg, record in (*marked, last):
+            t_ns = to_home(leg.source, record.t_ns)
+            self.progress.reach(record.mark, record.attempt or 1, t_ns)
+
+    def collected(
+        self,
+        *,
+        gave_up: str | None,
+        resolve: Callable[[str], tuple[str, str] | None],
+        open_at_ns: int | None = None,
+    ) -> CollectedRequest:
+        """All of it in the form that assembly takes; shares no list with this record."""
+        context = self.context
+        attempts = {max(context.attempt, 1): _ids_of(context), **(self.ids or {})}
+        blockers: dict[str, tuple[str, str]] = {}
+        for leg in self.legs:
+            for record in leg.marks:
+                if record.mark in _BLOCKER_AT:
+                    for name in blocker_names(record):
+                        found = None if name in blockers else resolve(name)
+                        if found is not None:
+                            blockers[name] = found
+        return CollectedRequest(
+            request_id=context.request_id,
+            trace_id=context.trace_id,
+            root_span_id=context.root_span_id,
+            client_parent_span_id=context.client_parent_span_id,
+            sampled=context.sampled,
+            trace_state=context.tracestate,
+            mode=context.mode,
+            attempts=attempts,
+            legs=_merged(self.legs),
+            gave_up=gave_up,
+            blockers=blockers,
+            open_at_ns=open_at_ns,
+            stuck=self.stuck,
+        )
+
+    def look(self, now_ns: int, to_home: ToHome) -> InFlight:
+        """How it stands at `now_ns`."""
+        progress, context = self.progress, self.context
+        stage = progress.stage(token_awaited=self._token_awaited)
+        age_ns = now_ns - progress.since_ns
+        return InFlight(
+            request_id=context.request_id,
+            trace_id=context.trace_id,
+            root_span_id=context.root_span_id,
+            attempt=progress.attempt,
+            mode=_MODE_OF_PLAN[id(progress.plan)],
+            age_s=max(now_ns - self.begun_ns, 0) / 1e9,
+            stage=None if stage is None else stage.name,
+            stage_age_s=0.0 if stage is None else max(age_ns, 0) / 1e9,
+            worker=None if stage is None else self._ends_it(stage),
+            prefill_worker=self.prefill_worker,
+            decode_worker=self.decode_worker,
+            prompt_tokens=self.prompt_tokens,
+            wait=None if stage is None else self._wait_now(stage, now_ns, to_home),
+            stuck=any(
+                stage is not None
+                and (report.stage, report.attempt) == (stage.name, progress.attempt)
+                for report in self.stuck
+            ),
+            ended=self.outcome,
+            incomplete=self._incomplete(),
+        )
+
+    @property
+    def _token_awaited(self) -> bool:
+        """Whether the gateway will say, or has said for certain, when the first token was sent."""
+        return self.streams and any(
+            leg.role is Role.GATEWAY and leg.source.num_missed == leg.missed_before
+            for leg in self.legs
+        )
+
+    def _ends_it(self, stage: Stage) -> str | None:
+        """The instance that has to end a stage: the one that works on it, else the chosen one."""
+        attempt, found = self.progress.attempt, None
+        for leg in self.legs:
+            if leg.role in stage.roles and (found is None or leg.attempt == attempt):
+                found = leg.source.process.instance
+        if Role.DECODE in stage.roles:
+            return self.decode_worker or found
+        if Role.PREFILL in stage.roles:
+            return self.prefill_worker or found
+        return found
+
+    def _wait_now(self, stage: Stage, now_ns: int, to_home: ToHome) -> WaitNow | None:
+        latest: OpenLeg | None = None
+        for leg in self.legs:
+            if (
+                leg.wait is not None
+                and leg.attempt == self.progress.attempt
+                and _waits_in(leg, leg.wait, stage)
+                and (latest is None or leg.wait_since_ns >= latest.wait_since_ns)
+            ):
+                latest = leg
+        if latest is None or latest.wait is None:
+            return None
+        since_ns = to_home(latest.source, latest.wait_since_ns)
+        return _wait_now(latest.wait, max(now_ns - since_ns, 0) / 1e9)
+
+    def _incomplete(self) -> str | None:
+        why: list[str] = []
+        missed: dict[str, int] = {}
+        for leg in self.legs:
+            instance = leg.source.process.instance
+            if leg.lost_at_ns is not None:
+                why.append(f"{instance}: {leg.lost_reason}")
+            if count := leg.source.num_missed - leg.missed_before + leg.overgrown:
+                missed[instance] = max(count, missed.get(instance, 0))
+        why += [f"{instance} lost {count} records" for instance, count in missed.items()]
+        if not self.has_gateway:
+            why.append("nothing from the gateway")
+        return "; ".join(why) or None
+
+
+ToHome = Callable[[Source, int], int]
+"""A time of a source, on the clock that ages are counted on."""
+
+_MODES: Mapping[Value, Mode] = {mode.value: mode for mode in Mode}
+_MODE_OF_PLAN = {id(plan): mode.value for mode, plan in PLANS.items()}
+
+
+def plan_of(mode: Mode | None) -> Plan:
+    """The chain to follow until TOKENIZED says another."""
+    return PLANS[mode or Mode.PD]
+
+
+def _ids_of(context: RequestContext) -> AttemptIds:
+    return AttemptIds(span_id=context.attempt_span_id, handoff_id=context.handoff_id or None)
+
+
+def _merged(legs: Iterable[OpenLeg]) -> list[Leg]:
+    """One leg for each ring, whatever number of attempts it took up."""
+    merged: dict[str, Leg] = {}
+    for leg in legs:
+        source = leg.source
+        whole = merged.get(source.ring)
+        if whole is None:
+            whole = merged[source.ring] = Leg(
+                process=source.process,
+                records_missed=source.num_missed - leg.missed_before,
+                clock=source.clock,
+            )
+        whole.marks += leg.marks
+        whole.records_missed += leg.overgrown
+        if leg.lost_at_ns is not None:
+            whole.lost_at_ns, whole.lost_reason = leg.lost_at_ns, leg.lost_reason
+        if leg.steps:
+            whole.steps = (*whole.steps, *(_step_stats(steps, leg.attempt) for steps in leg.steps))
+    return list(merged.values())
+
+
+def _step_stats(steps: _Steps, attempt: int) -> StepStats:
+    return StepStats(
+        kind=steps.kind,
+        attempt=attempt,
+        count=steps.count,
+        total_ns=steps.total_ns,
+        slowest_ns=steps.slowest_ns,
+        slowest_number=steps.slowest_number,
+    )
+
+
+def _waits_in(leg: OpenLeg, wait: MarkRecord, stage: Stage) -> bool:
+    """Whether a wait is of `stage`, or of a stage that details it and has not ended."""
+    waited = STAGE_BY_NAME.get(str(value_at(wait, _WAIT_STAGE_AT)))
+    if waited is None or waited is stage:
+        return waited is stage
+    if waited.within != stage.name:
+        return False
+    for record in reversed(leg.marks):
+        if record is wait:
+            break
+        if record.mark is waited.end:
+            return False
+    return True
+
+
+def _wait_now(record: MarkRecord, age_s: float) -> WaitNow:
+    numbers: dict[str, int | None] = {}
+    for name, place in _WAIT_NUMBERS_AT.items():
+        value = value_at(record, place)
+        numbers[name] = value if isinstance(value, int) else None
+    return WaitNow(
+        reason=str(value_at(record, _WAIT_REASON_AT) or "unknown"),
+        blockers=blocker_names(record),
+        age_s=age_s,
+        needed=numbers["needed"],
+        free=numbers["free"],
+        limit=numbers["limit"],
+        position=numbers["position"],
+    )
+
+
+_WAIT_NUMBERS_AT = {
+    "needed": _place(Mark.WAITING, a.WAIT_NEEDED),
+    "free": _place(Mark.WAITING, a.WAIT_FREE),
+    "limit": _place(Mark.WAITING, a.WAIT_LIMIT),
+    "position": _place(Mark.WAITING, a.WAIT_POSITION),
+}
+
+
+def home_time(source: Source, home: Process, sources: Iterable[Source], t_ns: int) -> int:
+    """`t_ns` of a foreign source on the clock of `home`."""
+    own = [s.clock for s in sources if s.clock and s.process.clock_id == source.process.clock_id]
+    theirs = [s.clock for s in sources if s.clock and s.process.clock_id == home.clock_id]
+    return t_ns + align(source.process, home, t_ns, own=own, theirs=theirs).offset_ns
