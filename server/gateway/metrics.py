@@ -8,21 +8,18 @@ counted, and never reaches a request.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 
+from pdtrace.buckets import duration_edges_from
 from pdtrace.stages import Outcome
 from server.gateway.openai_api import Operation
 from server.gateway.registry import MemberReport, MemberState
 
-BUCKETS_S = (
-    0.000_25, 0.000_5, 0.001_5, 0.002_5, 0.005, 0.007_5, 0.015, 0.025, 0.035, 0.05, 0.075, 0.1,
-    0.15, 0.2, 0.3, 0.5, 0.75, 1.25, 1.75, 2.5, 3.5, 5.5, 7.5, 12.5, 25.5, 45.5, 90.5, 180.5, 360.5,
-)  # fmt: skip
-"""Upper edges, seconds, for every duration. No whole numbers: `le="1"` and `le="1.0"` are different
-labels to Prometheus, and clients disagree on which to write."""
+BUCKETS_S = duration_edges_from(os.environ)
 
 MEASURED_STAGES = ("gateway.ingest", "gateway.queue", "gateway.route", "gateway.dispatch")
 

@@ -1,0 +1,216 @@
+"""When a request counts as stuck in a stage, and how long stages usually take. Pure.
+
+Owns the rule (`StuckPolicy`), the once-per-request bookkeeping (`StuckWatch`) and rolling
+percentiles of finished requests' stages (`RollingStageTimes`). Reads no clock; who is told is the
+agent's business.
+
+    threshold = max(share x the stage's deadline, factor x the stage's p99), at least floor_s
+    neither a deadline nor enough finished requests for a p99: default_s
+
+The worse of the two counts: a stage with a deadline of 30 s may take 15 s before anybody is called,
+and a stage whose p99 is 20 s is not stuck at 15 s just because its deadline says 30 s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pdtrace import semconv as a
+from pdtrace.inflight import InFlight
+from pdtrace.spans import Span
+from pdtrace.stages import CHAINS, STAGE_BY_NAME, Outcome
+
+_CHAIN_STAGES = frozenset(stage.name for chain in CHAINS.values() for stage in chain)
+_STAGE, _BEGIN, _END = a.STAGE.key, a.BEGIN_NS.key, a.END_NS.key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StuckPolicy:
+    """The rule. Raises ValueError for values out of range or a stage that does not exist.
+
+    share      of a stage's deadline, 0 to 1
+    factor     times the stage's p99
+    floor_s    seconds; nothing younger is stuck
+    default_s  seconds, where neither a deadline nor a p99 is known
+    deadlines  seconds by stage: when the server itself gives the stage up
+    """
+
+    share: float = 0.5
+    factor: float = 3.0
+    floor_s: float = 1.0
+    default_s: float = 10.0
+    deadlines: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"stuck share is {self.share}; it must be above 0 and at most 1")
+        if not (math.isfinite(self.factor) and self.factor >= 1):
+            raise ValueError(f"stuck factor is {self.factor}; it must be 1 or more")
+        for name, value in (("floor", self.floor_s), ("default", self.default_s)):
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"stuck {name} is {value}; it must be seconds above 0")
+        for stage, deadline_s in self.deadlines.items():
+            if stage not in STAGE_BY_NAME:
+                raise ValueError(
+                    f"deadline for {stage!r}, which is no stage; `pdtrace stages` lists them"
+                )
+            if not (math.isfinite(deadline_s) and deadline_s > 0):
+                raise ValueError(f"deadline of {stage} is {deadline_s}; it must be seconds above 0")
+
+    def threshold_s(self, stage: str, p99_s: float | None) -> float:
+        """Age above which a request is stuck in `stage`. `p99_s`: None where it is not known."""
+        deadline_s = self.deadlines.get(stage)
+        if deadline_s is None and p99_s is None:
+            return max(self.floor_s, self.default_s)
+        by_deadline = 0.0 if deadline_s is None else self.share * deadline_s
+        by_p99 = 0.0 if p99_s is None else self.factor * p99_s
+        return max(self.floor_s, by_deadline, by_p99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StuckReport:
+    """One request that is stuck: it and the age above which its stage counts as such."""
+
+    request: InFlight
+    stage: str
+    threshold_s: float
+
+    def line(self) -> str:
+        """One line for the log: who, where, how long, what it waits for and who is in its way."""
+        request = self.request
+        where = f" on {request.worker}" if request.worker else ""
+        text = (
+            f"request {request.request_id} (trace {request.trace_id}, attempt {request.attempt}) "
+            f"is stuck in {self.stage}{where}: {request.stage_age_s:.1f} s old, above "
+            f"{self.threshold_s:.1f} s"
+        )
+        wait = request.wait
+        if wait is None:
+            return text
+        numbers = ", ".join(
+            f"{name} {value}"
+            for name, value in (
+                ("needed", wait.needed),
+                ("free", wait.free),
+                ("limit", wait.limit),
+                ("position", wait.position),
+            )
+            if value is not None
+        )
+        text += f"; waits for {wait.reason}" + (f" ({numbers})" if numbers else "")
+        return text + (f", blocked by {', '.join(wait.blockers)}" if wait.blockers else "")
+
+
+class StuckWatch:
+    """Finds the requests that have become stuck; each is reported once. O(open) per check."""
+
+    def __init__(self, policy: StuckPolicy) -> None:
+        self.policy = policy
+        self._reported: set[str] = set()
+
+    def is_reported(self, root_span_id: str) -> bool:
+        """Whether a request in flight was reported."""
+        return root_span_id in self._reported
+
+    def check(self, in_flight: Sequence[InFlight]) -> list[StuckReport]:
+        """Of all requests in flight, with their `p99_s`: those not reported before.
+
+        A request that was answered is not stuck, whatever its legs still do.
+        """
+        reports: list[StuckReport] = []
+        for request in in_flight:
+            stage = request.stage
+            if stage is None or request.ended is not None:
+                continue
+            threshold_s = self.policy.threshold_s(stage, request.p99_s)
+            if request.stage_age_s > threshold_s and request.root_span_id not in self._reported:
+                reports.append(StuckReport(request=request, stage=stage, threshold_s=threshold_s))
+        open_ids = {request.root_span_id for request in in_flight}
+        self._reported &= open_ids
+        self._reported.update(report.request.root_span_id for report in reports)
+        return reports
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """Median and 99th percentile of a stage, seconds; `p99_s` is None with too few requests."""
+
+    usual_s: float
+    p99_s: float | None
+
+
+class RollingStageTimes:
+    """How long each chain stage took in the most recent `window` completed requests, per mode.
+
+    A percentile is worked out again when an eighth of its samples is new. A p99 needs `enough`
+    requests: below, the slowest of a handful would pass for it.
+    """
+
+    def __init__(self, window: int = 512, *, enough: int = 20) -> None:
+        self._window = window
+        self._enough = enough
+        self._series: dict[tuple[str, str], _Series] = {}
+
+    def add(self, spans: Sequence[Span]) -> None:
+        """Learn from a finished request, root first; one that did not complete is passed over."""
+        root = spans[0].attributes
+        if root.get(a.OUTCOME.key) != Outcome.COMPLETED.value:
+            return
+        mode = str(root.get(a.MODE.key, ""))
+        series = self._series
+        for span in spans:
+            attributes = span.attributes
+            stage = attributes.get(_STAGE)
+            if not isinstance(stage, str) or stage not in _CHAIN_STAGES:
+                continue
+            begin_ns, end_ns = attributes.get(_BEGIN), attributes.get(_END)
+            if type(begin_ns) is not int or type(end_ns) is not int:
+                continue
+            key = (mode, stage)
+            found = series.get(key)
+            if found is None:
+                found = series[key] = _Series(deque(maxlen=self._window))
+            found.samples.append(end_ns - begin_ns)
+            found.fresh += 1
+
+    def of(self, mode: str, stage: str) -> StageTime | None:
+        """None without any finished request."""
+        series = self._series.get((mode, stage))
+        return None if series is None else series.time(self._enough)
+
+
+@dataclass(slots=True)
+class _Series:
+    samples: deque[int]
+    fresh: int = 0
+    last: StageTime | None = None
+
+    def time(self, enough: int) -> StageTime:
+        if self.last is None or self.fresh * 8 > len(self.samples):
+            ordered = sorted(self.samples)
+            self.fresh = 0
+            p99 = _quantile(ordered, 0.99) / 1e9 if len(ordered) >= enough else None
+            self.last = StageTime(_quantile(ordered, 0.5) / 1e9, p99)
+        return self.last
+
+
+def _quantile(ordered: Sequence[int], q: float) -> int:
+    """The smallest value that is at least as large as a share `q` of all."""
+    return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
+
+
+def parse_deadlines(texts: Iterable[str]) -> dict[str, float]:
+    """`STAGE=SECONDS` each. Raises ValueError with the text and the form expected."""
+    deadlines: dict[str, float] = {}
+    for text in texts:
+        stage, equals, value = text.partition("=")
+        try:
+            deadlines[stage.strip()] = float(value)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise ValueError(f"deadline {text!r} must be STAGE=SECONDS, such as decode.reserve=30")
+    return deadlines
