@@ -32,22 +32,32 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from pdtrace.clock import SYSTEM_CLOCK, Clock
 from pdtrace.errors import PdtraceError, RecordError, RingClosedError
 from pdtrace.propagation import RequestContext
-from pdtrace.ring.codec import Encode, build_encoders, encode_open, pack_head
+from pdtrace.ring.codec import (
+    Encode,
+    build_encoders,
+    encode_clock,
+    encode_open,
+    encode_step,
+    fit_ids,
+    pack_head,
+)
 from pdtrace.ring.files import create_ring
 from pdtrace.ring.identity import make_identity, resource_from_env
 from pdtrace.ring.layout import KIND_END, Counter, ResourceValue, RingCapacity
 from pdtrace.ring.records import Value
 from pdtrace.ring.writer import RingWriter
-from pdtrace.stages import MARKS, Gauge, Mark, Outcome, Role, WaitReason
+from pdtrace.stages import MARKS, Gauge, Mark, Outcome, Role, StepKind, WaitReason
 
 RAISE_VARIABLE = "PDTRACE_RAISE"
+MAX_BLOCKERS = 4
+"""Request ids that a wait keeps."""
 WAIT_REFRESH_NS = 100_000_000
 """A wait whose numbers alone change is recorded again at most this often."""
 
@@ -77,6 +87,7 @@ class RequestTrace:
         "key",
         "open_block",
         "opened_ns",
+        "ring",
     )
 
     def __init__(
@@ -93,13 +104,14 @@ class RequestTrace:
         self.key = key
         self.opened_ns = opened_ns
         self.open_block = 0  # block of the ring that holds the latest OPEN record
+        self.ring: RingWriter | None = None  # that knows this attempt; None once it has ended
         self._recorder = recorder
         self._append = append
         self._encoders = encoders
         self._attempt = min(max(context.attempt, 0), 2**32 - 1)
         self._now = recorder.clock.monotonic_ns
         self._fail = recorder.report
-        self._cause: tuple[str, str, str | None] | None = None
+        self._cause: tuple[str, str, str | tuple[str, ...] | None] | None = None
         self._numbers: tuple[int | None, ...] = ()
         self._wait_ns = 0
 
@@ -132,7 +144,7 @@ class RequestTrace:
         free: int | None = None,
         limit: int | None = None,
         position: int | None = None,
-        blocker: str | None = None,
+        blocker: str | Sequence[str] | None = None,
         at_ns: int | None = None,
     ) -> None:
         """Say why the request waits; cheap to call on every scheduling decision.
@@ -140,11 +152,14 @@ class RequestTrace:
         Recorded when `stage`, `reason` or `blocker` differ from the last call, and when only the
         numbers differ at most every WAIT_REFRESH_NS. Units of the numbers: see `WaitReason`.
 
-        blocker  request id that is in the way, where known
+        blocker  request id that is in the way, where known; or several, the most important first,
+                 of which the first MAX_BLOCKERS are kept
         """
-        cause = (stage, reason, blocker)
-        numbers = (needed, free, limit, position)
         try:
+            if blocker is not None and not isinstance(blocker, str):
+                blocker = tuple(blocker[:MAX_BLOCKERS])
+            cause = (stage, reason, blocker)
+            numbers = (needed, free, limit, position)
             if cause == self._cause:
                 if numbers == self._numbers:
                     return
@@ -154,13 +169,27 @@ class RequestTrace:
                     return
             elif at_ns is None:
                 at_ns = self._now()
+            blockers: str | None = None
+            if isinstance(blocker, tuple):
+                blocker, blockers = self._recorder.name_blockers(blocker)
         except Exception as error:  # the guard: telemetry never reaches the request
             self._fail(error)
             return
         self._cause = cause
         self._numbers = numbers
         self._wait_ns = at_ns
-        self.mark(Mark.WAITING, stage, reason, needed, free, limit, position, blocker, at_ns=at_ns)
+        self.mark(
+            Mark.WAITING,
+            stage,
+            reason,
+            needed,
+            free,
+            limit,
+            position,
+            blocker,
+            blockers,
+            at_ns=at_ns,
+        )
 
     def abort(
         self, outcome: Outcome, reason: str, by: str | None = None, *, at_ns: int | None = None
@@ -179,6 +208,7 @@ class RequestTrace:
     def detach(self, append: Callable[[bytes], None]) -> None:
         """Send further records elsewhere; for `Recorder`."""
         self._append = append
+        self.ring = None
 
     def write_open(self) -> int:
         """Append this attempt's OPEN record; returns how many strings were cut. For `Recorder`."""
@@ -200,6 +230,8 @@ class Recorder:
     instance  worker id
     clock     read once for each mark without at_ns
     path      the ring file, None for memory or when disabled
+    clock_id  `<host id>/<boot id>`: processes with equal ones share CLOCK_MONOTONIC; "" when
+              disabled
     """
 
     enabled = True
@@ -223,6 +255,7 @@ class Recorder:
         self._raise_errors = raise_errors
         self._logged: set[str] = set()
         self._next_key = 1
+        self._steps = 0
         self._live: dict[int, RequestTrace] = {}  # oldest OPEN record first
         self._encoders = list(
             build_encoders(role, on_error=self.report, on_truncated=self._count_truncated)
@@ -293,6 +326,7 @@ class Recorder:
             truncated = trace.write_open()
             if ring is not None:
                 trace.open_block = ring.block
+                trace.ring = ring
                 self._live[key] = trace
                 if truncated:
                     ring.count(Counter.TRUNCATED, truncated)
@@ -300,11 +334,66 @@ class Recorder:
             self.report(error)
         return trace
 
+    def step(
+        self,
+        kind: StepKind,
+        traces: Sequence[RequestTrace],
+        *,
+        tokens: int,
+        begin_ns: int,
+        end_ns: int,
+    ) -> int:
+        """Record a forward pass and who took part; returns its number in this ring, from 1.
+
+        traces    attempts begun here and not ended: call this before the end() of those that finish
+                  with the pass. Others count, but are not named
+        tokens    computed in it: of prompts, or one for each member
+        begin_ns  CLOCK_MONOTONIC nanoseconds, as is end_ns
+        """
+        number = self._steps = self._steps + 1
+        try:
+            ring = self._writer()
+            members = [trace.key for trace in traces if trace.ring is ring]
+            body = encode_step(
+                kind, number, begin_ns, end_ns, tokens=tokens, members=members, size=len(traces)
+            )
+            ring.append(body)
+        except Exception as error:  # the guard: telemetry never reaches the request
+            self.report(error)
+        return number
+
+    def clock_sample(
+        self,
+        *,
+        peer: str,
+        peer_clock_id: str,
+        offset_ns: int,
+        error_ns: int,
+        at_ns: int | None = None,
+    ) -> None:
+        """Record what a round trip to a process of another host said of that host's clock.
+
+        peer           instance that answered
+        peer_clock_id  its `Recorder.clock_id`
+        offset_ns      the peer's CLOCK_MONOTONIC less this process's
+        error_ns       half the round trip: the true offset is within
+        """
+        try:
+            if at_ns is None:
+                at_ns = self.clock.monotonic_ns()
+            body, cut = encode_clock(peer, peer_clock_id, offset_ns, error_ns, at_ns)
+            ring = self._writer()
+            ring.append(body)
+            if cut:
+                ring.count(Counter.TRUNCATED)
+        except Exception as error:  # the guard: telemetry never reaches the request
+            self.report(error)
+
     def gauge(self, gauge: Gauge, value: int) -> None:
         """Set a gauge in the ring's header. Any thread."""
         try:
-            ring = self._ring or self._attach_ring_after_fork()
-            if ring is None or self._closed:
+            ring = self._writer()
+            if self._closed:
                 raise RingClosedError(f"the recorder of {self.instance} is closed")
             ring.gauges[gauge] = value
         except Exception as error:  # the guard: telemetry never reaches the request
@@ -355,12 +444,22 @@ class Recorder:
                 exc_info=error,
             )
 
+    def name_blockers(self, ids: tuple[str, ...]) -> tuple[str | None, str | None]:
+        """The first id, and all of them in one string if there are more; for `RequestTrace`."""
+        if len(ids) < 2:
+            return (ids[0] if ids else None), None
+        joined, left_out = fit_ids(ids)
+        if left_out and self._ring is not None:
+            self._ring.count(Counter.TRUNCATED, left_out)
+        return ids[0], joined
+
     def leave_to_parent(self) -> None:
         """In a forked child: touch the parent's ring no more."""
         if self._ring is not None:
             self._ring.abandon()
             self._ring = None
         self.path = None
+        self._steps = 0
         for trace in self._live.values():
             trace.detach(self._drop)
         self._live.clear()
@@ -369,6 +468,13 @@ class Recorder:
         ring, self.path = self._make_ring()
         ring.on_block = self._repeat_opens
         self._ring = ring
+        self.clock_id = ring.identity.clock_id
+        return ring
+
+    def _writer(self) -> RingWriter:
+        ring = self._ring or self._attach_ring_after_fork()
+        if ring is None:
+            self._refuse(b"")
         return ring
 
     def _attach_ring_after_fork(self) -> RingWriter | None:
@@ -451,9 +557,32 @@ class _DisabledRecorder(Recorder):
         self.clock = SYSTEM_CLOCK
         self.path = None
         self.errors = 0
+        self.clock_id = ""
 
     def begin(self, context: RequestContext, *, at_ns: int | None = None) -> RequestTrace:
         return _DisabledTrace(self, context, 0, 0, append=_refuse_ended, encoders=[])
+
+    def step(
+        self,
+        kind: StepKind,
+        traces: Sequence[RequestTrace],
+        *,
+        tokens: int,
+        begin_ns: int,
+        end_ns: int,
+    ) -> int:
+        return 0
+
+    def clock_sample(
+        self,
+        *,
+        peer: str,
+        peer_clock_id: str,
+        offset_ns: int,
+        error_ns: int,
+        at_ns: int | None = None,
+    ) -> None:
+        pass
 
     def gauge(self, gauge: Gauge, value: int) -> None:
         pass

@@ -281,6 +281,7 @@ MARKS: Mapping[Mark, MarkSpec] = MappingProxyType(
                 a.WAIT_LIMIT,
                 a.WAIT_POSITION,
                 a.WAIT_BLOCKER,
+                a.WAIT_BLOCKERS,
             ),
         ),
         Mark.ABORTED: MarkSpec(

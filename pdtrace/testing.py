@@ -18,7 +18,8 @@ from typing import NamedTuple, TypedDict
 
 from pdtrace.clock import SYSTEM_CLOCK, Clock
 from pdtrace.propagation import RemoteParent, RequestContext
-from pdtrace.recorder import Recorder, RequestTrace
+from pdtrace.recorder import MAX_BLOCKERS, Recorder, RequestTrace
+from pdtrace.ring.codec import fit_ids
 from pdtrace.ring.identity import make_identity
 from pdtrace.ring.layout import RingCapacity, RingIdentity
 from pdtrace.ring.reader import RingReader
@@ -193,7 +194,7 @@ class Wait(TypedDict, total=False):
     free: int
     limit: int
     position: int
-    blocker: str
+    blocker: str | Sequence[str]
 
 
 _ENDS = frozenset({Mark.CHUNK_FINISHED, Mark.COPY_FINISHED})
@@ -329,6 +330,11 @@ def _owner(stage: Stage, mode: Mode) -> Role:
 
 
 def _wait_event(t_ns: int, owner: Role, stage: str, wait: Wait) -> _Event:
+    blocker = wait.get("blocker")
+    if blocker is None or isinstance(blocker, str):
+        first, several = blocker, None
+    else:
+        first, (several, _) = blocker[0], fit_ids(blocker[:MAX_BLOCKERS])
     values = (
         stage,
         wait.get("reason", WaitReason.UNKNOWN),
@@ -336,7 +342,8 @@ def _wait_event(t_ns: int, owner: Role, stage: str, wait: Wait) -> _Event:
         wait.get("free"),
         wait.get("limit"),
         wait.get("position"),
-        wait.get("blocker"),
+        first,
+        several,
     )
     return _Event(t_ns, owner, Mark.WAITING, values)
 

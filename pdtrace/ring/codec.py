@@ -2,7 +2,9 @@
 
 A mark's values follow the body head in the order of its attributes: `int` and `float` take 8 bytes,
 `bool` 1, `str` 1 for its length; the bytes of all strings come last. An absent value keeps its
-place as zero and lacks its presence bit.
+place as zero and lacks its presence bit. Decoders look at every length before they use it: a body
+that cannot be what its kind says raises, and one with more at its end than this version knows does
+not.
 """
 
 from __future__ import annotations
@@ -18,15 +20,29 @@ from pdtrace.errors import RecordError
 from pdtrace.propagation import MAX_TRACESTATE_CHARS, RequestContext
 from pdtrace.ring.layout import (
     BODY_HEAD,
+    CLOCK_HEAD,
     FIRST_CONTROL_KIND,
+    KIND_CLOCK,
     KIND_END,
     KIND_OPEN,
+    KIND_STEP,
+    MAX_CLOCK_ID_BYTES,
     MAX_ID_BYTES,
+    MAX_STEP_MEMBERS,
     MAX_STRING_BYTES,
+    STEP_HEAD,
 )
-from pdtrace.ring.records import EndRecord, MarkRecord, OpenRecord, Record, Value
+from pdtrace.ring.records import (
+    ClockRecord,
+    EndRecord,
+    MarkRecord,
+    OpenRecord,
+    Record,
+    StepRecord,
+    Value,
+)
 from pdtrace.semconv import AttrType
-from pdtrace.stages import MARKS, Mark, Role
+from pdtrace.stages import MARKS, Mark, Role, StepKind
 
 Encode = Callable[[int, int, int, tuple[Value, ...]], bytes]
 """(attempt, key, t_ns, values) -> body."""
@@ -39,6 +55,7 @@ _FORMATS: Mapping[AttrType, str] = {
     AttrType.BOOL: "?",
     AttrType.STR: "B",
 }
+ID_SEPARATOR = "\x1f"  # between the ids of one string; control characters are no part of an id
 _INT64 = range(-(2**63), 2**63)
 
 Schema = dict[int, list[tuple[str, str]]]
@@ -84,12 +101,88 @@ def encode_open(context: RequestContext, key: int, t_ns: int) -> tuple[bytes, in
     return pack_head(KIND_OPEN, 0, 0, key, t_ns) + encoded, truncated
 
 
+_STEP_KINDS = tuple(StepKind)
+_STEP_KIND_AT: Mapping[StepKind, int] = {kind: place for place, kind in enumerate(_STEP_KINDS)}
+_step_structs: list[struct.Struct | None] = [None] * (MAX_STEP_MEMBERS + 1)
+
+
+def _step_struct(members: int) -> struct.Struct:
+    layout = _step_structs[members]
+    if layout is None:
+        layout = struct.Struct(f"{STEP_HEAD.format}{members}Q")
+        _step_structs[members] = layout
+    return layout
+
+
+def encode_step(
+    kind: StepKind,
+    number: int,
+    begin_ns: int,
+    end_ns: int,
+    *,
+    tokens: int,
+    members: list[int],
+    size: int,
+) -> bytes:
+    """Body of a step record; keeps the first MAX_STEP_MEMBERS of `members`. Raises RecordError."""
+    if len(members) > MAX_STEP_MEMBERS:
+        del members[MAX_STEP_MEMBERS:]
+    kept = len(members)
+    try:
+        if end_ns < begin_ns:
+            raise RecordError(f"a step cannot end {begin_ns - end_ns} ns before it begins")
+        return _step_struct(kept).pack(
+            KIND_STEP, _STEP_KIND_AT[kind], kept, size, number, begin_ns, end_ns, tokens, *members
+        )
+    except (struct.error, KeyError, TypeError) as error:
+        raise RecordError(
+            "a step takes a StepKind, tokens from 0 and times in whole nanoseconds, got "
+            f"{kind!r}, {tokens!r} tokens, {begin_ns!r} to {end_ns!r}"
+        ) from error
+
+
+def encode_clock(
+    peer: str, peer_clock_id: str, offset_ns: int, error_ns: int, t_ns: int
+) -> tuple[bytes, bool]:
+    """Body of a clock record, and whether `peer` was cut. Raises RecordError."""
+    try:
+        name, cut = _fit(peer, MAX_STRING_BYTES)
+        clock_id = peer_clock_id.encode()
+        if not 0 < len(clock_id) <= MAX_CLOCK_ID_BYTES:  # half an id would be another clock's
+            raise RecordError(
+                f"a clock id takes 1 to {MAX_CLOCK_ID_BYTES} bytes, got {len(clock_id)}"
+            )
+        head = CLOCK_HEAD.pack(KIND_CLOCK, len(name), len(clock_id), error_ns, t_ns, offset_ns)
+    except (struct.error, AttributeError, UnicodeEncodeError) as error:
+        raise RecordError(
+            "a clock sample takes two strings and whole nanoseconds, the error not below 0, got "
+            f"{peer!r}, {peer_clock_id!r}, offset {offset_ns!r}, error {error_ns!r}, at {t_ns!r}"
+        ) from error
+    return head + name + clock_id, cut
+
+
 def _fit(text: str, limit: int) -> tuple[bytes, bool]:
     """UTF-8 bytes of `text`, cut to `limit` on a character boundary; whether they were cut."""
     raw = text.encode(errors="replace")
     if len(raw) <= limit:
         return raw, False
     return raw[:limit].decode(errors="ignore").encode(), True
+
+
+def fit_ids(ids: Sequence[str]) -> tuple[str | None, int]:
+    """Ids joined to one string that fits a record, and how many were left out of it, whole ones.
+
+    None when fewer than two fit.
+    """
+    room = MAX_STRING_BYTES + 1
+    kept: list[str] = []
+    for one in ids:
+        plain = one.replace(ID_SEPARATOR, "?")
+        room -= len(plain.encode(errors="replace")) + 1
+        if room < 0:
+            break
+        kept.append(plain)
+    return (ID_SEPARATOR.join(kept) if len(kept) > 1 else None), len(ids) - len(kept)
 
 
 def build_encoders(
@@ -240,12 +333,15 @@ def _mark_struct(types: Sequence[AttrType]) -> struct.Struct:
 def build_decoders(schema: Schema) -> Sequence[Decode | None]:
     """Decoders by kind for a ring whose writer used `schema`; None for kinds unknown here.
 
-    Attributes are matched by key, so a ring of another pdtrace version reads as far as both know
-    them. Decoders raise `struct.error`, `ValueError` or `msgspec.MsgspecError` on damaged bodies.
+    Attributes are matched by key and type, so a ring of another pdtrace version reads as far as
+    both know them. Decoders raise `struct.error`, `ValueError` or `msgspec.MsgspecError` on damaged
+    bodies.
     """
     decoders: list[Decode | None] = [None] * 256
     decoders[KIND_OPEN] = _decode_open
     decoders[KIND_END] = _decode_end
+    decoders[KIND_STEP] = _decode_step
+    decoders[KIND_CLOCK] = _decode_clock
     for kind, attrs in schema.items():
         if kind in MARKS:
             decoders[kind] = _mark_decoder(Mark(kind), attrs)
@@ -263,15 +359,62 @@ def _decode_end(body: bytes) -> EndRecord:
     return EndRecord(key=key, t_ns=t_ns)
 
 
+def _decode_step(body: bytes) -> StepRecord:
+    _, kind, kept, size, number, begin_ns, end_ns, tokens = STEP_HEAD.unpack_from(body)
+    if kind >= len(_STEP_KINDS) or kept > min(size, MAX_STEP_MEMBERS) or end_ns < begin_ns:
+        raise ValueError
+    return StepRecord(
+        number=number,
+        kind=_STEP_KINDS[kind],
+        begin_ns=begin_ns,
+        end_ns=end_ns,
+        tokens=tokens,
+        size=size,
+        members=_step_struct(kept).unpack_from(body)[_STEP_HEAD_FIELDS:],
+    )
+
+
+_STEP_HEAD_FIELDS = 8
+
+
+def _decode_clock(body: bytes) -> ClockRecord:
+    _, name, clock_id, error_ns, t_ns, offset_ns = CLOCK_HEAD.unpack_from(body)
+    begin = CLOCK_HEAD.size
+    middle, end = begin + name, begin + name + clock_id
+    if not clock_id or end > len(body):
+        raise ValueError
+    return ClockRecord(
+        t_ns=t_ns,
+        peer=body[begin:middle].decode(),
+        peer_clock_id=body[middle:end].decode(),
+        offset_ns=offset_ns,
+        error_ns=error_ns,
+    )
+
+
+def _bare_decoder(mark: Mark) -> Decode:
+    """For a mark whose values are of types to come: its time is known, its values are not."""
+    nothing: tuple[Value, ...] = (None,) * len(MARKS[mark].attrs)
+
+    def decode(body: bytes) -> MarkRecord:
+        _, _, attempt, key, t_ns = BODY_HEAD.unpack_from(body)
+        return MarkRecord(mark=mark, key=key, attempt=attempt, t_ns=t_ns, values=nothing)
+
+    return decode
+
+
 def _mark_decoder(mark: Mark, attrs: Sequence[tuple[str, str]]) -> Decode:
-    types = tuple(AttrType(attr_type) for _, attr_type in attrs)
+    try:
+        types = tuple(AttrType(attr_type) for _, attr_type in attrs)
+    except ValueError:
+        return _bare_decoder(mark)
     layout = _mark_struct(types)
     unpack, size = layout.unpack_from, layout.size
     full = (1 << len(types)) - 1
-    written = [key for key, _ in attrs]
-    known = [attr.key for attr in MARKS[mark].attrs]
+    written = [tuple(attr) for attr in attrs]
+    known = [(attr.key, attr.type.value) for attr in MARKS[mark].attrs]
     # Where each attribute known here stands among the written ones; None: not written.
-    places = [written.index(key) if key in written else None for key in known]
+    places = [written.index(attr) if attr in written else None for attr in known]
     aligned = written == known
     has_strings = AttrType.STR in types
     nothing: tuple[Value, ...] = (None,) * len(known)
@@ -291,6 +434,8 @@ def _mark_decoder(mark: Mark, attrs: Sequence[tuple[str, str]]) -> Decode:
                     end = start + fields[index]
                     values[index] = body[start:end].decode(errors="replace")
                     start = end
+            if start > len(body):
+                raise ValueError
         if not aligned:
             values = [None if place is None else values[place] for place in places]
         return MarkRecord(mark=mark, key=key, attempt=attempt, t_ns=t_ns, values=tuple(values))

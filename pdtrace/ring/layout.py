@@ -9,6 +9,10 @@
     block         u64 sequence, u64 number of its first record, u64 their checksum, records
     record        u32 size | number << 16, u32 checksum, body; padded to 8 bytes
     body          u8 kind, u8 0, u16 presence, u32 attempt, u64 key, i64 t_ns, values
+    body, step    u8 kind, u8 step kind, u16 members kept, u32 members, u64 number,
+                  i64 begin_ns, i64 end_ns, u64 tokens, a u64 key for each member kept
+    body, clock   u8 kind, u8 bytes of peer, u16 bytes of its clock id, u32 0, u64 error_ns,
+                  i64 t_ns, i64 offset_ns, peer, clock id
 
 Integers are little-endian. A block's sequence is 0 while it is being recycled and otherwise 1 + its
 index since the ring was made, so a reader that sees the same sequence before and after a copy has
@@ -44,6 +48,8 @@ MAX_IDENTITY_BYTES = HEADER_BYTES - IDENTITY_OFFSET
 BLOCK_HEADER = struct.Struct("<QQQ")  # sequence, number of the first record, block_checksum()
 RECORD_HEADER = struct.Struct("<II")  # size | number << 16, checksum
 BODY_HEAD = struct.Struct("<BxHIQq")  # kind, presence, attempt, key, t_ns
+STEP_HEAD = struct.Struct("<BBHIQqqQ")
+CLOCK_HEAD = struct.Struct("<BBHxxxxQqq")
 
 # Kinds below this are values of `pdtrace.stages.Mark`.
 FIRST_CONTROL_KIND = 240
@@ -56,6 +62,7 @@ MAX_STEP_MEMBERS = 256
 
 MAX_STRING_BYTES = 255  # a string's length is one byte
 MAX_ID_BYTES = 256  # request and handoff ids in an OPEN record
+MAX_CLOCK_ID_BYTES = 1024
 
 SUFFIX = ".ring"
 DIRECTORY_MODE = 0o700
@@ -131,3 +138,8 @@ class RingIdentity(msgspec.Struct, frozen=True, kw_only=True):
     service_version: str = ""
     resource: dict[str, ResourceValue] = {}
     schema: dict[int, list[tuple[str, str]]] = {}
+
+    @property
+    def clock_id(self) -> str:
+        """`<host id>/<boot id>`: processes with equal ones share CLOCK_MONOTONIC."""
+        return f"{self.host_id}/{self.boot_id}"

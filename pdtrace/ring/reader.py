@@ -351,5 +351,10 @@ def _read_header(path: Path, read_at: ReadAt, size: int) -> tuple[RingIdentity, 
     try:
         identity = msgspec.json.decode(encoded, type=RingIdentity)
     except msgspec.MsgspecError as error:
-        raise RingFormatError(f"{path} has an unreadable identity: {error}") from error
+        # Its checksum is right, so it is whole: fields or roles that this version does not know.
+        raise RingVersionError(
+            f"{path} was written by another pdtrace version, whose identity is unknown here "
+            f"({error}): "
+            "read it with the pdtrace version that wrote it"
+        ) from error
     return identity, capacity

@@ -94,7 +94,7 @@ def test_a_request_is_recorded_from_begin_to_end(tmp_path: Path):
                 key=key,
                 attempt=1,
                 t_ns=1005,
-                values=("decode.reserve", "kv_pages", 12, 3, None, None, "req-7"),
+                values=("decode.reserve", "kv_pages", 12, 3, None, None, "req-7", None),
             ),
             MarkRecord(mark=Mark.PAGES_RESERVED, key=key, attempt=1, t_ns=2000, values=(12, None)),
             MarkRecord(
@@ -230,7 +230,7 @@ def test_errors_are_counted_and_logged_once_while_serving_goes_on(
         marks = [record for record in reader.read() if isinstance(record, MarkRecord)]
     assert [(mark.mark, mark.values) for mark in marks] == [
         (Mark.CHUNK_STARTED, (None, 2)),
-        (Mark.WAITING, ("prefill.queue", "slots", None, None, None, None, None)),
+        (Mark.WAITING, ("prefill.queue", "slots", *(None,) * 6)),
         (Mark.PREFILL_RECEIVED, ()),
     ]
     recorder.close()

@@ -40,7 +40,7 @@ from pdtrace.ring.layout import (
     RingIdentity,
 )
 from pdtrace.ring.reader import RingPosition, RingReader, WriterState
-from pdtrace.ring.records import EndRecord, MarkRecord, OpenRecord, Record, Value
+from pdtrace.ring.records import EndRecord, MarkRecord, OpenRecord, Record, StepRecord, Value
 from pdtrace.ring.writer import RingWriter
 from pdtrace.semconv import AttrType
 from pdtrace.stages import MARKS, Gauge, Mark, Role
@@ -75,7 +75,11 @@ def bare_mark(number: int) -> bytes:
 
 
 def times(records: Iterable[Record]) -> list[int]:
-    return [record.t_ns for record in records]
+    return [time_of(record) for record in records]
+
+
+def time_of(record: Record) -> int:
+    return record.begin_ns if isinstance(record, StepRecord) else record.t_ns
 
 
 def fail(error: Exception) -> None:
@@ -195,9 +199,9 @@ def test_long_strings_are_cut_on_a_character_and_counted(character: str):
     writer, buffer = memory_ring()
     width = len(character.encode())
     fits = 255 // width
-    writer.append(encode(1, 7, 0, ("s", "r", 1, 2, 3, 4, character * fits)))
+    writer.append(encode(1, 7, 0, ("s", "r", 1, 2, 3, 4, "b", character * fits)))
     assert cuts == []
-    writer.append(encode(1, 7, 0, ("s", "r", 1, 2, 3, 4, character * (fits + 1))))
+    writer.append(encode(1, 7, 0, ("s", "r", 1, 2, 3, 4, "b", character * (fits + 1))))
     assert cuts == [1]
     whole, cut = RingReader.over(buffer).read()
     assert isinstance(whole, MarkRecord)
@@ -208,12 +212,12 @@ def test_long_strings_are_cut_on_a_character_and_counted(character: str):
 @pytest.mark.parametrize(
     ("values", "kept"),
     [
-        (("s", "r", "three", 2, 3, 4, "b"), ("s", "r", None, 2, 3, 4, "b")),
-        (("s", "r", 1.5, 2, 3, 4, "b"), ("s", "r", None, 2, 3, 4, "b")),
-        (("s", "r", 2**63, 2, 3, 4, "b"), ("s", "r", None, 2, 3, 4, "b")),
-        ((b"s", "r", 1, 2, 3, 4, Path("b")), (None, "r", 1, 2, 3, 4, None)),
-        (("s", "r", 1, 2, 3, 4, "b", "more"), ("s", "r", 1, 2, 3, 4, "b")),
-        (("s\ud800", "r", True, 2, 3, 4, "b"), ("s?", "r", 1, 2, 3, 4, "b")),
+        (("s", "r", "three", 2, 3, 4, "b", "bs"), ("s", "r", None, 2, 3, 4, "b", "bs")),
+        (("s", "r", 1.5, 2, 3, 4, "b", "bs"), ("s", "r", None, 2, 3, 4, "b", "bs")),
+        (("s", "r", 2**63, 2, 3, 4, "b", "bs"), ("s", "r", None, 2, 3, 4, "b", "bs")),
+        ((b"s", "r", 1, 2, 3, 4, Path("b"), "bs"), (None, "r", 1, 2, 3, 4, None, "bs")),
+        (("s", "r", 1, 2, 3, 4, "b", "bs", "more"), ("s", "r", 1, 2, 3, 4, "b", "bs")),
+        (("s\ud800", "r", True, 2, 3, 4, "b", "bs"), ("s?", "r", 1, 2, 3, 4, "b", "bs")),
     ],
 )
 def test_a_bad_value_is_left_out_and_the_record_kept(
@@ -430,7 +434,7 @@ def damaged_ring() -> tuple[bytearray, dict[int, Record]]:
         else:
             values = ("decode.reserve", "kv_pages", number, None, 3, 4, "b" * (number % 40))
             writer.append(encode(1, 7, number, values))
-    intact = {record.t_ns: record for record in RingReader.over(buffer).read()}
+    intact = {time_of(record): record for record in RingReader.over(buffer).read()}
     writer.close()
     return buffer, intact
 
@@ -461,7 +465,7 @@ def test_flipped_bytes_never_raise_nor_pass_for_a_record(flips: list[tuple[int, 
         data[offset] ^= mask
     records, reader = read_damaged(data)
     for record in records:
-        assert record == _INTACT[record.t_ns]
+        assert record == _INTACT[time_of(record)]
     assert len(set(times(records))) == len(records)
     assert len(records) + reader.missed + reader.torn + reader.unknown == _WRITTEN
 
@@ -475,7 +479,7 @@ def test_overwritten_stretches_cost_only_what_they_cover(start: int, junk: bytes
     data = bytearray(_RING)
     data[start : start + len(junk)] = junk[: len(data) - start]
     records, reader = read_damaged(data)
-    assert all(record == _INTACT[record.t_ns] for record in records)
+    assert all(record == _INTACT[time_of(record)] for record in records)
     assert len(records) + reader.missed + reader.torn + reader.unknown == _WRITTEN
 
 
@@ -487,7 +491,7 @@ def test_a_damaged_header_is_a_typed_error_or_harmless(offset: int, mask: int):
         records, reader = read_damaged(data)
     except (RingFormatError, RingVersionError):
         return
-    assert all(record == _INTACT[record.t_ns] for record in records)
+    assert all(record == _INTACT[time_of(record)] for record in records)
     assert reader.identity == IDENTITY
     reader.counters()
     reader.gauges()
@@ -609,7 +613,7 @@ def test_attributes_are_matched_by_key_across_versions():
     reserved, last = reader.read()
     assert isinstance(reserved, MarkRecord)
     assert reserved.values == (None, 5)
-    assert last.t_ns == 4
+    assert time_of(last) == 4
     assert (reader.unknown, reader.torn) == (2, 0)
 
 
@@ -814,7 +818,7 @@ def test_kill_9_loses_nothing_that_was_written(tmp_path: Path, delay_s: float):
         assert not reader.writer_alive()
         assert not reader.closed
         records = reader.read(final=True)
-        assert records[-1].t_ns >= announced - 1
+        assert time_of(records[-1]) >= announced - 1
         marks = [record for record in records if isinstance(record, MarkRecord)]
         assert all(record.values == (record.t_ns, record.t_ns) for record in marks)
         assert [b.t_ns - a.t_ns for a, b in pairwise(marks)] == [1] * (len(marks) - 1)

@@ -136,7 +136,7 @@ def test_waits_are_said_by_the_stages_owner_at_its_begin():
         waits={"decode.reserve": {"reason": WaitReason.KV_PAGES, "needed": 9, "blocker": "b"}},
     )
     (wait,) = (m for m in marks_by_role(rings)[Role.DECODE] if m.mark is Mark.WAITING)
-    assert wait.values == ("decode.reserve", "kv_pages", 9, None, None, None, "b")
+    assert wait.values == ("decode.reserve", "kv_pages", 9, None, None, None, "b", None)
     assert wait.t_ns == recorded.stages["decode.reserve"][0]
 
 

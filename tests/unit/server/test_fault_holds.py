@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdtrace.stages import Mark, Role, WaitReason
+from pdtrace.stages import GapCause, Mark, Role, WaitReason
 from pdtrace.testing import FakeClock
 from server.config import Settings
 from server.wire.messages import CopyJob
@@ -110,7 +110,7 @@ def test_fault_moves_its_stage_s_end_and_what_follows_by_its_delay(
     reasons = [wait[1] for wait in waits if wait[0] == stage]
     assert reasons == [WaitReason.KV_PAGES if fills_the_pool else WaitReason.INJECTED]
     if fills_the_pool:
-        assert ("decode.reserve", WaitReason.KV_PAGES, 5, 0, 64, 0, None) in waits
+        assert ("decode.reserve", WaitReason.KV_PAGES, 5, 0, 64, 0, None, None) in waits
 
 
 class TickingClock(FakeClock):
@@ -155,8 +155,9 @@ def test_gap_fault_leaves_the_sequence_out_of_the_batch_once(
     role = Role.WORKER if colocated else Role.DECODE
     gaps = [record for record in cluster.marks(role) if record.mark is Mark.TOKEN_GAP]
     assert [(record.key, record.values[0], record.values[2]) for record in gaps] == [
-        (1, 2, WaitReason.INJECTED)
+        (1, 2, GapCause.INJECTED)
     ]
+    assert gaps[0].values[3] == pytest.approx(DELAY_MS / 1e3, abs=0.003)
     assert gaps[0].values[1] == pytest.approx(DELAY_MS / 1e3, abs=0.003)
     for number, prompt in ((1, PROMPT), (2, OTHER)):
         expected = cluster.expected(prompt, NUM_TOKENS)
