@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from server.clock_fault import parse_clock_faults
 from server.config import Settings
 from server.errors import StartError
 from server.launch import Launcher, run_server
@@ -154,6 +155,13 @@ def up(
             help="Let requests delay a stage (tests). Header X-PD-Faults: STAGE=MS",
         ),
     ] = DEFAULTS.allow_faults,
+    clock_fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Make a worker's clock look like another host's (tests; needs --allow-faults). "
+            "INSTANCE:offset_s=S,drift_ppm=P,step_s=S,step_after_s=S,host=NAME"
+        ),
+    ] = None,
     record: Annotated[
         bool, typer.Option("--record/--no-record", help="Record marks and run the agent.")
     ] = DEFAULTS.record,
@@ -199,6 +207,7 @@ def up(
             gap_threshold_s=gap_threshold_s,
             api_key=api_key,
             allow_faults=allow_faults,
+            clock_faults=parse_clock_faults(clock_fault or []),
             record=record,
         )
     except StartError as error:

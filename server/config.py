@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from server.clock_fault import ClockFault
 from server.errors import StartError
 
 PD = "pd"
@@ -74,6 +75,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     stalled_after_s: float = 15.0
     gap_threshold_s: float = 0.5
     allow_faults: bool = False
+    clock_faults: dict[str, ClockFault] = {}  # by instance
     record: bool = True
     api_key: str | None = None
     deadlines: Deadlines = Deadlines()
@@ -114,8 +116,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("run_dir", "host", "model", "served_name", "api_key"):
             if not is_utf8(getattr(self, name) or ""):  # processes are told their settings in JSON
                 raise StartError(f"{name} is not valid UTF-8")
+        if self.clock_faults and not self.allow_faults:
+            raise StartError("a clock fault needs --allow-faults")
+        if unknown := set(self.clock_faults) - self._may_have_clock_faults():
+            raise StartError(
+                f"no clock fault for {', '.join(sorted(unknown))}: expected one of "
+                f"{', '.join(sorted(self._may_have_clock_faults()))}"
+            )
         if not 0 <= self.port <= 65535:
             raise StartError(f"port is {self.port}, expected 0 to 65535")
+
+    def _may_have_clock_faults(self) -> set[str]:
+        """All workers; the gateway's clock is the one that they are compared with."""
+        if self.mode == COLOCATED:
+            return {f"worker-{number}" for number in range(self.workers)}
+        transfers = 2 if self.transfer == "tcp" else 1
+        counts = {"prefill": self.prefill, "decode": self.decode, "transfer": transfers}
+        return {f"{role}-{number}" for role, count in counts.items() for number in range(count)}
 
     @property
     def run_path(self) -> Path:

@@ -15,6 +15,7 @@ from server.config import ProcessConfig
 from server.engine.base import ModelInfo
 from server.kv.layout import KvLayout
 from server.kv.pool import PoolDescriptor
+from server.round_trips import RoundTrips
 from server.wire.messages import Heartbeat, Peer, RegisterPool, WorkerLoad
 from server.wire.sockets import Outbox
 
@@ -66,7 +67,7 @@ class HeartbeatThread:
     the host's transfer process where `pool` is given.
 
     `stop` sends a last beat with `draining` set. A beat that cannot be sent is dropped, since the
-    next one says the same.
+    next one says the same. Answers arrive in the process's inbox; `round_trips` matches them.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class HeartbeatThread:
         info: ModelInfo | None = None,
         layout: KvLayout | None = None,
         pool: PoolDescriptor | None = None,
+        round_trips: RoundTrips | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._config = config
@@ -84,6 +86,7 @@ class HeartbeatThread:
         self._info = info
         self._layout = layout
         self._pool = pool
+        self._round_trips = RoundTrips() if round_trips is None else round_trips
         self._clock = clock
         self._peer = Peer(
             instance=config.instance, endpoint=config.endpoint, incarnation=config.incarnation
@@ -121,13 +124,15 @@ class HeartbeatThread:
         age_s = self._progress.age_s
         state = self._progress.state
         self._seq += 1
+        sent_ns = self._clock.monotonic_ns()
+        self._round_trips.sending(self._seq, sent_ns)
         outbox.send(
             self._config.gateway_endpoint,
             Heartbeat(
                 peer=self._peer,
                 role=self._config.role,
                 seq=self._seq,
-                sent_ns=self._clock.monotonic_ns(),
+                sent_ns=sent_ns,
                 load=state.load,
                 progress_age_s=age_s,
                 busy=state.busy,

@@ -14,7 +14,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol
 
 from pdtrace.recorder import Recorder
@@ -27,14 +27,17 @@ from server.heartbeat import Progress
 from server.kv.pages import PageAllocator
 from server.legs import LegT, LegTable
 from server.quarantine import Quarantine
+from server.recording import record_round_trip
 from server.registration import Registration
 from server.request import NS_PER_S, Ending
+from server.round_trips import RoundTrips
 from server.tracing import TraceObserver
 from server.wire.messages import (
     Abort,
     AnyMessage,
     Cancel,
     CancelCopies,
+    HeartbeatAck,
     LegClosed,
     Peer,
     TokenItem,
@@ -72,6 +75,7 @@ class Ports:
     recorder: Recorder
     progress: Progress
     clock: Callable[[], int]
+    round_trips: RoundTrips = field(default_factory=RoundTrips)
 
 
 class Scheduler(ABC, Generic[LegT]):
@@ -110,7 +114,7 @@ class Scheduler(ABC, Generic[LegT]):
 
     @abstractmethod
     def handle(self, message: AnyMessage, arrived_ns: int) -> None:
-        """Take in one message that is not a Cancel."""
+        """Take in one message of a request or of a peer's copies; not a Cancel."""
 
     @abstractmethod
     def end(self, leg: LegT, ending: Ending, *, tell_peer: bool = True) -> None:
@@ -161,7 +165,9 @@ class Scheduler(ABC, Generic[LegT]):
     def _take(self, received: Received) -> None:
         message = received.message
         try:
-            if isinstance(message, Cancel):
+            if isinstance(message, HeartbeatAck):
+                self._answered(message, received.arrived_ns)
+            elif isinstance(message, Cancel):
                 self._cancel(message)
             else:
                 self.handle(message, received.arrived_ns)
@@ -171,6 +177,11 @@ class Scheduler(ABC, Generic[LegT]):
             leg = self.legs.get(handoff_id)
             if leg is not None:
                 self._give_up(leg, "internal", f"{type(error).__name__} in a message's handling")
+
+    def _answered(self, message: HeartbeatAck, arrived_ns: int) -> None:
+        trip = self._ports.round_trips.answered(message, arrived_ns)
+        if trip is not None:
+            record_round_trip(self._recorder, trip)
 
     def _cancel(self, message: Cancel) -> None:
         ending = Ending(

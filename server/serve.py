@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pdtrace.clock import SYSTEM_CLOCK
 from pdtrace.stages import Role
 from pdtrace.stopping import Stop, StopFlag, stop_on_signals
 from server.config import ProcessConfig
@@ -20,7 +19,8 @@ from server.engine.base import Engine
 from server.engine.loader import EngineConfig, load_engine
 from server.errors import StartError
 from server.heartbeat import HeartbeatThread, Progress
-from server.recording import open_recorder
+from server.recording import open_recorder, process_clock
+from server.round_trips import RoundTrips
 from server.scheduler import Ports, Scheduler
 from server.wire.sockets import Inbox, Outbox
 
@@ -50,16 +50,18 @@ def serve(
     stop = StopFlag() if stop is None else stop
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop_on_signals(stop))
-        inbox = Inbox(config.endpoint)
+        clock = process_clock(config)
+        inbox = Inbox(config.endpoint, clock=clock)
         stack.callback(inbox.close)
         if engine is None:
             engine = _load(config, role)
         stack.callback(engine.close)
-        recorder = open_recorder(config, role)
+        recorder = open_recorder(config, role, clock)
         stack.callback(recorder.close)
         outbox = Outbox()
         stack.callback(outbox.close)
-        progress = Progress()
+        progress = Progress(clock)
+        round_trips = RoundTrips(config.incarnation)
         worker = make_worker(
             config,
             engine,
@@ -68,7 +70,8 @@ def serve(
                 outbox=outbox,
                 recorder=recorder,
                 progress=progress,
-                clock=SYSTEM_CLOCK.monotonic_ns,
+                clock=clock.monotonic_ns,
+                round_trips=round_trips,
             ),
         )
         heartbeat = HeartbeatThread(
@@ -77,6 +80,8 @@ def serve(
             info=engine.info,
             layout=engine.layout,
             pool=engine.pool.descriptor,
+            round_trips=round_trips,
+            clock=clock,
         )
         heartbeat.start()
         stack.callback(heartbeat.stop)

@@ -17,6 +17,7 @@ from collections.abc import Generator
 
 import uvicorn
 
+from pdtrace.clock import SYSTEM_CLOCK
 from pdtrace.recorder import Recorder
 from pdtrace.stages import Role
 from server.config import ProcessConfig
@@ -27,7 +28,7 @@ from server.gateway.pipeline import Gateway
 from server.gateway.protocol import GatewayProtocol
 from server.recording import open_recorder
 from server.tokenizer import load_tokenizer
-from server.wire.messages import Peer
+from server.wire.messages import Heartbeat, HeartbeatAck, Peer
 from server.wire.sockets import AsyncInbox, Outbox
 
 KEEP_ALIVE_S = 65  # longer than the usual 60 s of load balancers, so that they close first
@@ -57,7 +58,7 @@ async def _serve(config: ProcessConfig, listener: socket.socket) -> None:
     outbox = Outbox()
     recorder = Recorder.disabled()
     try:
-        recorder = open_recorder(config, Role.GATEWAY)
+        recorder = open_recorder(config, Role.GATEWAY, SYSTEM_CLOCK)
         gateway = Gateway(
             settings=settings,
             me=Peer(
@@ -72,7 +73,7 @@ async def _serve(config: ProcessConfig, listener: socket.socket) -> None:
         )
         server = HttpServer(gateway)
         tasks = [
-            asyncio.create_task(_deliver(inbox, gateway)),
+            asyncio.create_task(_deliver(inbox, outbox, gateway, recorder.clock_id)),
             asyncio.create_task(_tick(gateway, settings.heartbeat_s)),
             asyncio.create_task(_stop_on_signal(gateway, server)),
         ]
@@ -128,13 +129,33 @@ def _listener(config: ProcessConfig) -> socket.socket:
         ) from error
 
 
-async def _deliver(inbox: AsyncInbox, gateway: Gateway) -> None:
+async def _deliver(inbox: AsyncInbox, outbox: Outbox, gateway: Gateway, clock_id: str) -> None:
+    instance = gateway.cluster.me.instance
     while True:
         for received in await inbox.receive():
             try:
+                if isinstance(received.message, Heartbeat):
+                    beat = received.message
+                    outbox.send(
+                        beat.peer.endpoint,
+                        acknowledge(beat, received.arrived_ns, instance, clock_id),
+                    )
                 gateway.cluster.deliver(received.message)
             except Exception:  # one message must not stop the others
                 _logger.exception("%s could not be handled", type(received.message).__name__)
+
+
+def acknowledge(beat: Heartbeat, received_ns: int, instance: str, clock_id: str) -> HeartbeatAck:
+    """The answer to `beat`, to be sent now."""
+    return HeartbeatAck(
+        instance=instance,
+        incarnation=beat.peer.incarnation,
+        seq=beat.seq,
+        sent_ns=beat.sent_ns,
+        received_ns=received_ns,
+        answered_ns=SYSTEM_CLOCK.monotonic_ns(),
+        clock_id=clock_id,
+    )
 
 
 async def _tick(gateway: Gateway, every_s: float) -> None:

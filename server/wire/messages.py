@@ -77,6 +77,24 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     layout: KvLayout | None = None
 
 
+class HeartbeatAck(Message, frozen=True, kw_only=True):
+    """Gateway → sender of a heartbeat, at once: how far apart are their clocks?
+
+    incarnation, seq, sent_ns   of the heartbeat, as it had them
+    received_ns                 when it came out of the gateway's socket
+    answered_ns                 when this left; both on the clock that `clock_id` names
+    clock_id                    `<host id>/<boot id>`; "" from a gateway that does not record
+    """
+
+    instance: str
+    incarnation: str
+    seq: int
+    sent_ns: int
+    received_ns: int
+    answered_ns: int
+    clock_id: str
+
+
 class RegisterPool(Message, frozen=True, kw_only=True):
     """Worker → its host's transfer process, at start and with every heartbeat (idempotent)."""
 
@@ -273,6 +291,7 @@ class LegClosed(Message, frozen=True, kw_only=True):
 
 AnyMessage = (
     Heartbeat
+    | HeartbeatAck
     | RegisterPool
     | DecodeRequest
     | PrefillRequest

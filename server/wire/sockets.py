@@ -21,6 +21,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from pdtrace.clock import SYSTEM_CLOCK, Clock
 from server.errors import StartError
 from server.wire.endpoints import clear_stale_socket, remove_socket, socket_inode
 from server.wire.messages import MAX_MESSAGE_BYTES, AnyMessage, WireError, decode, encode
@@ -70,12 +71,14 @@ class _Receiver:
         deliver: Callable[[Received], None],
         num_waiting: Callable[[], int],
         max_messages: int,
+        clock: Clock,
     ) -> None:
         clear_stale_socket(endpoint)
         self.counters = InboxCounters()
         self._deliver = deliver
         self._num_waiting = num_waiting
         self._max_messages = max_messages
+        self._now_ns = clock.monotonic_ns
         self._last_log_s = -_LOG_EVERY_S
         self._stopping = threading.Event()
         self._context = zmq.Context[zmq.Socket[bytes]]()
@@ -124,7 +127,7 @@ class _Receiver:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            arrived_ns = time.monotonic_ns()
+            arrived_ns = self._now_ns()
             try:
                 if len(frames) != 1:
                     raise WireError(f"message of {len(frames)} frames, expected 1")
@@ -153,6 +156,7 @@ class Inbox:
 
     on_arrival  called by the I/O thread after each message, for a loop that waits for other
                 things too
+    clock       stamps each message as it comes out of the socket
 
     Raises StartError when `endpoint` cannot be bound: in use, not a socket, no such directory.
     """
@@ -163,6 +167,7 @@ class Inbox:
         *,
         max_messages: int = INBOX_MESSAGES,
         on_arrival: Callable[[], None] | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._queue: queue.SimpleQueue[Received] = queue.SimpleQueue()
         self._on_arrival = on_arrival
@@ -171,6 +176,7 @@ class Inbox:
             deliver=self._queue.put if on_arrival is None else self._deliver,
             num_waiting=self._queue.qsize,
             max_messages=max_messages,
+            clock=clock,
         )
 
     @property
@@ -228,6 +234,7 @@ class AsyncInbox:
             deliver=self._deliver,
             num_waiting=self._waiting.__len__,
             max_messages=max_messages,
+            clock=SYSTEM_CLOCK,
         )
 
     @property

@@ -35,6 +35,7 @@ from server.wire.messages import (
     DecodeRequest,
     Handoff,
     Heartbeat,
+    HeartbeatAck,
     LegClosed,
     PagesReserved,
     Peer,
@@ -87,6 +88,15 @@ MESSAGES: list[AnyMessage] = [
             eos_token_ids=(2, 0),
         ),
         layout=LAYOUT,
+    ),
+    HeartbeatAck(
+        instance="gateway-0",
+        incarnation="bb",
+        seq=3,
+        sent_ns=1_000_000_000_123,
+        received_ns=6_000_000_000_456,
+        answered_ns=6_000_000_001_789,
+        clock_id="host-a/boot-1",
     ),
     RegisterPool(
         peer=DECODE,
@@ -192,6 +202,12 @@ GOLDEN: dict[str, str] = {
         "5f73697a65cdc000ae636f6e746578745f6c656e677468cd0800ad656f735f746f6b656e5f696473920200a6"
         "6c61796f757485aa6e756d5f6c61796572731eac6e756d5f6b765f686561647303a8686561645f64696d40a9"
         "706167655f73697a6510a56474797065a7666c6f61743332"
+    ),
+    "HeartbeatAck": (
+        "5044540188a474797065ac48656172746265617441636ba8696e7374616e6365a9676174657761792d30ab69"
+        "6e6361726e6174696f6ea26262a373657103a773656e745f6e73cf000000e8d4a5107bab7265636569766564"
+        "5f6e73cf00000574fbde61c8ab616e7377657265645f6e73cf00000574fbde66fda8636c6f636b5f6964ad68"
+        "6f73742d612f626f6f742d31"
     ),
     "RegisterPool": (
         "5044540183a474797065ac5265676973746572506f6f6ca47065657283a8696e7374616e6365a86465636f64"

@@ -34,7 +34,8 @@ from server.kv.transfer.jobs import Job, JobTable, TransferHandoff
 from server.kv.transfer.policy import CopyPlan, JobView, plan_copies
 from server.kv.transfer.shm import ShmTransfer
 from server.kv.transfer.tcp import TcpTransfer
-from server.recording import open_recorder
+from server.recording import open_recorder, process_clock, record_round_trip
+from server.round_trips import RoundTrips
 from server.wire.messages import (
     AnyMessage,
     CancelCopies,
@@ -42,6 +43,7 @@ from server.wire.messages import (
     CopyDone,
     CopyFailed,
     CopyJob,
+    HeartbeatAck,
     Peer,
     PoolRef,
     RegisterPool,
@@ -89,6 +91,7 @@ class TransferWorker:
         outbox: MessageSink,
         recorder: Recorder,
         progress: Progress,
+        round_trips: RoundTrips | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.config = config
@@ -101,6 +104,7 @@ class TransferWorker:
         self._outbox = outbox
         self._recorder = recorder
         self._progress = progress
+        self._round_trips = RoundTrips() if round_trips is None else round_trips
         self._now_ns = clock.monotonic_ns
         self._page_bytes: dict[str, int] = {}  # by pool owner
         self._register_errors: dict[str, str] = {}
@@ -141,6 +145,10 @@ class TransferWorker:
                 self._receive_cancel(message)
             case RegisterPool():
                 self._register(message)
+            case HeartbeatAck():
+                trip = self._round_trips.answered(message, arrived_ns)
+                if trip is not None:
+                    record_round_trip(self._recorder, trip)
             case _:
                 self.ignored["unexpected"] += 1
 
@@ -392,16 +400,18 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
     """Serve as `config` says until SIGTERM, SIGINT or `stop`. Raises StartError."""
     stop = StopFlag() if stop is None else stop
     with contextlib.ExitStack() as stack:
-        transfer = _make_transfer(config)
+        clock = process_clock(config)
+        transfer = _make_transfer(config, clock)
         stack.callback(transfer.close)
         stack.enter_context(stop_on_signals(stop, transfer.wake))
-        inbox = Inbox(config.endpoint, on_arrival=transfer.wake)
+        inbox = Inbox(config.endpoint, on_arrival=transfer.wake, clock=clock)
         stack.callback(inbox.close)
-        recorder = open_recorder(config, Role.TRANSFER)
+        recorder = open_recorder(config, Role.TRANSFER, clock)
         stack.callback(recorder.close)
         outbox = Outbox()
         stack.callback(outbox.close)
-        progress = Progress()
+        progress = Progress(clock)
+        round_trips = RoundTrips(config.incarnation)
         worker = TransferWorker(
             config,
             transfer=transfer,
@@ -409,8 +419,10 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
             outbox=outbox,
             recorder=recorder,
             progress=progress,
+            round_trips=round_trips,
+            clock=clock,
         )
-        heartbeat = HeartbeatThread(config, progress)
+        heartbeat = HeartbeatThread(config, progress, round_trips=round_trips, clock=clock)
         heartbeat.start()
         stack.callback(heartbeat.stop)
         _logger.info("%s serves at %s", config.instance, config.endpoint)
@@ -434,9 +446,13 @@ def take_step(worker: TransferWorker, max_wait_s: float) -> None:
         worker.fail_all(Reason.INTERNAL, "a turn of the transfer loop failed")
 
 
-def _make_transfer(config: ProcessConfig) -> KvTransfer:
+def _make_transfer(config: ProcessConfig, clock: Clock) -> KvTransfer:
     if config.settings.transfer == "shm":
-        return ShmTransfer()
+        return ShmTransfer(clock=clock)
     if config.transfer_address is None:
         raise StartError(f"{config.instance} has no transfer_address, TCP transfer needs one")
-    return TcpTransfer(config.transfer_address, copy_timeout_s=config.settings.deadlines.transfer_s)
+    return TcpTransfer(
+        config.transfer_address,
+        copy_timeout_s=config.settings.deadlines.transfer_s,
+        clock=clock,
+    )

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
+from pdtrace.ring.reader import RingReader
+from pdtrace.ring.records import ClockRecord
 from pdtrace.stages import Role
+from server.clock_fault import ClockFault
 from server.colocated.worker import ColocatedWorker, run
 from server.config import ProcessConfig, Settings
 from server.engine.fake import FakeEngine
 from server.errors import StartError
 from server.serve import serve
 from server.wire.endpoints import EndpointDirectory
-from server.wire.messages import AnyMessage, Cancel, Heartbeat, LegClosed, Peer
+from server.wire.messages import AnyMessage, Cancel, Heartbeat, HeartbeatAck, LegClosed, Peer
 from server.wire.sockets import Inbox, Outbox
 
 
@@ -117,3 +121,44 @@ def test_given_engine_is_used_and_closed(tmp_path: Path) -> None:
         beat = receive(gateway, Heartbeat)
     assert isinstance(beat, Heartbeat)
     assert not (tmp_path / "mine.kv").exists()
+
+
+def test_answers_to_its_beats_become_clock_samples(tmp_path: Path) -> None:
+    """The gateway here runs on a clock 7 s ahead, the worker on one 5 s ahead of this host's."""
+    fault = ClockFault(offset_s=5, host="host-b")
+    given = config(tmp_path, record=True, allow_faults=True, clock_faults={"worker-0": fault})
+    gateway = Inbox(given.gateway_endpoint)
+    outbox = Outbox()
+    with contextlib.closing(gateway), contextlib.closing(outbox), running(given):
+        for _ in range(3):
+            received = gateway.get(30)
+            assert received is not None and isinstance(received.message, Heartbeat)
+            beat, now_ns = received.message, time.monotonic_ns() + 7_000_000_000
+            answer = HeartbeatAck(
+                instance="gateway-0",
+                incarnation=beat.peer.incarnation,
+                seq=beat.seq,
+                sent_ns=beat.sent_ns,
+                received_ns=now_ns,
+                answered_ns=now_ns,
+                clock_id="host-a/boot-1",
+            )
+            assert outbox.send(beat.peer.endpoint, answer)
+            assert outbox.send(beat.peer.endpoint, answer), "a repeated answer says nothing"
+        (path,) = (tmp_path / "rings").glob("worker-0-*.ring")
+        samples = wait_for_samples(path, 3)
+    assert len(samples) == 3
+    for sample in samples:
+        assert (sample.peer, sample.peer_clock_id) == ("gateway-0", "host-a/boot-1")
+        assert abs(sample.offset_ns - 2_000_000_000) <= sample.error_ns
+    assert RingReader(path).identity.host_id == "host-b"
+
+
+def wait_for_samples(path: Path, count: int) -> list[ClockRecord]:
+    reader = RingReader(path)
+    samples: list[ClockRecord] = []
+    end_s = time.monotonic() + 30
+    while len(samples) < count and time.monotonic() < end_s:
+        samples += [record for record in reader.read() if isinstance(record, ClockRecord)]
+        time.sleep(0.01)
+    return samples

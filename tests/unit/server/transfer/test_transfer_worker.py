@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import pytest
 
 from pdtrace.propagation import RequestContext
-from pdtrace.ring.records import EndRecord, MarkRecord, OpenRecord
+from pdtrace.ring.records import ClockRecord, EndRecord, MarkRecord, OpenRecord
 from pdtrace.stages import Mark, Outcome, Role, WaitReason
 from pdtrace.testing import FakeClock, MemoryRings
 from server.config import ProcessConfig, Settings
@@ -20,6 +20,7 @@ from server.kv.transfer import worker as worker_module
 from server.kv.transfer.base import Reason, TransferError
 from server.kv.transfer.memory import Abort, Delay, Fate, MemoryTransfer, Script, copy_all
 from server.kv.transfer.worker import TransferWorker
+from server.round_trips import RoundTrips
 from server.wire.messages import (
     AnyMessage,
     CancelCopies,
@@ -28,6 +29,7 @@ from server.wire.messages import (
     CopyFailed,
     CopyJob,
     Handoff,
+    HeartbeatAck,
     Peer,
     PoolRef,
     RegisterPool,
@@ -78,6 +80,7 @@ class Rig:
     clock: FakeClock
     rings: MemoryRings
     progress: Progress
+    round_trips: RoundTrips
     records: list[Any] = field(default_factory=list[Any])
 
     def step(self, *messages: AnyMessage, times: int = 1) -> None:
@@ -129,9 +132,10 @@ def make_rig() -> Iterator[MakeRig]:
             outbox=mail,
             recorder=rings.recorder(Role.TRANSFER),
             progress=progress,
+            round_trips=(round_trips := RoundTrips("t")),
             clock=clock,
         )
-        rigs.append(Rig(worker, transfer, mail, clock, rings, progress))
+        rigs.append(Rig(worker, transfer, mail, clock, rings, progress, round_trips))
         rigs[-1].step(register(PREFILL), register(DECODE))
         return rigs[-1]
 
@@ -526,3 +530,25 @@ def test_progress_says_busy_only_while_there_are_jobs(make_rig: MakeRig) -> None
         rig.clock.advance(s=1)
         rig.step(times=2)
     assert not rig.progress.state.busy
+
+
+def test_answers_to_its_beats_become_clock_samples(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    sent_ns = rig.clock.monotonic_ns()
+    rig.round_trips.sending(1, sent_ns)
+    rig.clock.advance(ms=2)
+    answer = HeartbeatAck(
+        instance="gateway-0",
+        incarnation="t",
+        seq=1,
+        sent_ns=sent_ns,
+        received_ns=sent_ns + 5_000_000_000,
+        answered_ns=sent_ns + 5_000_000_000,
+        clock_id="host-a/boot-1",
+    )
+    rig.step(answer, answer)
+    samples = [record for record in rig.read() if isinstance(record, ClockRecord)]
+    assert [(s.peer_clock_id, s.t_ns - sent_ns) for s in samples] == [("host-a/boot-1", 1_000_000)]
+    assert abs(samples[0].offset_ns - 5_000_000_000) <= samples[0].error_ns
+    assert rig.round_trips.ignored == {"unknown": 1}
+    assert not rig.worker.ignored

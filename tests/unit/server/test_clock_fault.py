@@ -1,0 +1,134 @@
+"""The clock fault: what the shifted clock shows, who may have one, and how it is asked for."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pdtrace.clock import SYSTEM_CLOCK, take_anchor
+from pdtrace.testing import FakeClock
+from server.clock_fault import ClockFault, ShiftedClock, make_clock, parse_clock_faults
+from server.config import ProcessConfig, Settings
+from server.errors import StartError
+from server.recording import process_clock
+
+S = 1_000_000_000
+
+
+def test_both_times_are_ahead_by_the_offset_and_drift_from_the_start() -> None:
+    true = FakeClock()
+    began = (true.monotonic_ns(), true.wall_ns())
+    clock = ShiftedClock(ClockFault(offset_s=-5, drift_ppm=100), true)
+    assert (clock.monotonic_ns(), clock.wall_ns()) == (began[0] - 5 * S, began[1] - 5 * S)
+    true.advance(s=100)
+    assert clock.monotonic_ns() - true.monotonic_ns() == -5 * S + 10_000_000
+    assert clock.wall_ns() - true.wall_ns() == -5 * S + 10_000_000
+
+
+def test_it_is_set_once() -> None:
+    true = FakeClock()
+    clock = ShiftedClock(ClockFault(step_s=0.3, step_after_s=4), true)
+    true.advance(s=4, ns=-1)
+    assert clock.monotonic_ns() == true.monotonic_ns()
+    true.advance(ns=1)
+    assert clock.monotonic_ns() == true.monotonic_ns() + 300_000_000
+    true.advance(s=100)
+    assert clock.monotonic_ns() == true.monotonic_ns() + 300_000_000
+
+
+def test_an_anchor_of_it_maps_to_its_own_wall_time() -> None:
+    clock = ShiftedClock(ClockFault(offset_s=5))
+    anchor = take_anchor(clock)
+    assert abs(anchor.to_wall_ns(clock.monotonic_ns()) - clock.wall_ns()) < S // 10
+
+
+def test_without_a_fault_the_clock_is_the_system_s_own() -> None:
+    assert make_clock(None) is SYSTEM_CLOCK
+
+
+def test_only_the_named_process_is_shifted() -> None:
+    settings = Settings(allow_faults=True, clock_faults={"decode-0": ClockFault(offset_s=5)})
+    clocks = {
+        instance: process_clock(
+            ProcessConfig(
+                settings=settings,
+                role=instance.partition("-")[0],
+                instance=instance,
+                incarnation="1",
+                endpoint="ipc:///x",
+                gateway_endpoint="ipc:///g",
+            )
+        )
+        for instance in ("decode-0", "prefill-0", "gateway-0")
+    }
+    assert isinstance(clocks["decode-0"], ShiftedClock)
+    assert clocks["prefill-0"] is clocks["gateway-0"] is SYSTEM_CLOCK
+
+
+def test_faults_survive_the_way_to_the_process() -> None:
+    settings = Settings(allow_faults=True, clock_faults={"decode-0": ClockFault(step_s=0.5)})
+    assert msgspec.json.decode(msgspec.json.encode(settings), type=Settings) == settings
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"clock_faults": {"decode-0": ClockFault()}}, "needs --allow-faults"),
+        (
+            {"allow_faults": True, "clock_faults": {"gateway-0": ClockFault()}},
+            "no clock fault for gateway-0: expected one of decode-0, prefill-0, transfer-0",
+        ),
+        ({"allow_faults": True, "clock_faults": {"decode-1": ClockFault()}}, "decode-1"),
+        (
+            {"allow_faults": True, "mode": "colocated", "clock_faults": {"decode-0": ClockFault()}},
+            "expected one of worker-0",
+        ),
+    ],
+)
+def test_settings_refuse_faults_that_nobody_can_have(
+    values: dict[str, object], message: str
+) -> None:
+    with pytest.raises(StartError, match=message):
+        Settings(**values)  # pyright: ignore[reportArgumentType]
+
+
+def test_options_name_the_instance_and_what_is_off() -> None:
+    options = [
+        "decode-0:offset_s=5, drift_ppm=-50,step_s=0.3,step_after_s=4,host=host-b",
+        "prefill-0:offset_s=-5",
+    ]
+    assert parse_clock_faults(options) == {
+        "decode-0": ClockFault(
+            offset_s=5, drift_ppm=-50, step_s=0.3, step_after_s=4, host="host-b"
+        ),
+        "prefill-0": ClockFault(offset_s=-5),
+    }
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "",
+        "decode-0",
+        "decode-0:",
+        ":offset_s=5",
+        "decode-0:offset=5",
+        "decode-0:offset_s",
+        "decode-0:offset_s=",
+        "decode-0:offset_s=five",
+        "decode-0:offset_s=nan",
+        "decode-0:offset_s=1e9",
+        "decode-0:offset_s=1,offset_s=2",
+        "decode-0:step_after_s=-1",
+        "decode-0:host=",
+    ],
+)
+def test_a_malformed_option_is_one_clear_line(option: str) -> None:
+    with pytest.raises(StartError, match="clock fault") as caught:
+        parse_clock_faults([option])
+    assert "\n" not in str(caught.value)
+
+
+def test_an_instance_is_named_once() -> None:
+    with pytest.raises(StartError, match="once"):
+        parse_clock_faults(["decode-0:offset_s=1", "decode-0:offset_s=2"])
