@@ -7,7 +7,8 @@
     │   ├── RingVersionError    ring_version        was written in another format version
     │   └── RingClosedError     ring_closed         is used after close()
     ├── RecordError             bad_record          a mark, value or call that cannot be recorded
-    └── SourceError             source_error        traces that cannot be read for analysis
+    ├── SourceError             source_error        traces that cannot be read for analysis
+    └── LiveError               live_error          what is in flight cannot be known
 
 Recording calls (`RequestTrace.mark` and friends) raise none of these while serving: the recorder's
 guard counts them. `Recorder.open` and the readers raise.
@@ -64,3 +65,9 @@ class SourceError(PdtraceError):
     """Traces to analyse cannot be read; the message names the file, line and reason."""
 
     code: ClassVar[str] = "source_error"
+
+
+class LiveError(PdtraceError):
+    """There are no rings to look at, or an agent does not answer; the message says which."""
+
+    code: ClassVar[str] = "live_error"

@@ -146,6 +146,12 @@ def default_source(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get(RUN_VARIABLE) or DEFAULT_RUN
 
 
+def resolve_run(path: Path) -> Path:
+    """A folder of runs means the newest of them; any other path means itself."""
+    is_run = any((path / name).is_dir() for name in (TRACES_FOLDER, RINGS_FOLDER))
+    return path / LATEST_RUN if not is_run and (path / LATEST_RUN).is_dir() else path
+
+
 def read_source(source: str | Path | None = None, *, stdin: IO[bytes] | None = None) -> Recording:
     """Read every trace of a source; None means `default_source()`, `-` standard input.
 
@@ -208,8 +214,7 @@ def _files(path: Path, problems: Problems) -> list[Path]:
         raise SourceError(f"{path}: {error.strerror or error}{hint}") from error
     if not stat.S_ISDIR(mode):
         return [path]
-    if not (path / TRACES_FOLDER).is_dir() and (path / LATEST_RUN).is_dir():
-        path = path / LATEST_RUN
+    path = resolve_run(path)
     traces = path / TRACES_FOLDER
     folder = traces if traces.is_dir() else path
     try:

@@ -55,7 +55,7 @@ __all__ = [
     "Segment",
     "StageVisit",
     "Steps",
-    "StuckReport",
+    "StuckEvent",
     "Timeline",
     "Try",
     "Violation",
@@ -125,7 +125,7 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StuckReport:
+class StuckEvent:
     """A stage was reported as stuck, `at_ns` from the request's begin, when it was `age_ns` old."""
 
     stage: str
@@ -248,7 +248,7 @@ class Timeline:
     attempts: int
     tries: tuple[Try, ...]
     steps: tuple[Steps, ...]
-    stuck: tuple[StuckReport, ...]
+    stuck: tuple[StuckEvent, ...]
     prompt_tokens: int | None
     cached_tokens: int | None
     output_tokens: int | None
@@ -485,11 +485,11 @@ def _steps(visits: Sequence[StageVisit]) -> Iterable[Steps]:
             )
 
 
-def _stuck(placement: Placement) -> Iterable[StuckReport]:
+def _stuck(placement: Placement) -> Iterable[StuckEvent]:
     for item in placement.placed:
         for event in item.span.events:
             if a.STUCK_SECONDS.key in event.attributes:
-                yield StuckReport(
+                yield StuckEvent(
                     stage=item.stage.name,
                     attempt=item.attempt,
                     at_ns=event.time_ns + item.begin - item.span.start_ns,
@@ -598,15 +598,15 @@ def _wait(
 
 def _blockers(attributes: Mapping[str, AttrValue]) -> tuple[str, ...]:
     """Request ids in the way, the most important one first, each once."""
+    names: list[str] = []
+    if (first := text(attributes, a.WAIT_BLOCKER)) is not None:
+        names.append(first)
     listed = attributes.get(a.WAIT_BLOCKERS.key)
     if isinstance(listed, str):
-        names = listed.split(BLOCKER_SEPARATOR)
+        names += listed.split(BLOCKER_SEPARATOR)
     elif isinstance(listed, list | tuple):
-        names = [str(name) for name in listed]
-    else:
-        names = []
-    first = text(attributes, a.WAIT_BLOCKER)
-    return tuple(name for name in dict.fromkeys([*([first] if first else []), *names]) if name)
+        names += [str(name) for name in listed]
+    return tuple(dict.fromkeys(name for name in names if name))
 
 
 def _outcome(attributes: Mapping[str, AttrValue]) -> Outcome | None:

@@ -173,7 +173,7 @@ def judge(
 ) -> Verdict:
     """Judge one request; `baselines` may or may not hold it, it is never compared with itself."""
     assessments = tuple(
-        _assess(leaf, baselines.usual(timeline, leaf), timeline.total_ns, policy)
+        assess(leaf, baselines.usual(timeline, leaf), timeline.total_ns, policy)
         for leaf in leaves(timeline)
     )
     stall = max((x for x in assessments if x.stalled), key=lambda x: x.excess_ns, default=None)
@@ -242,7 +242,7 @@ def stall_attributes(
     return attributes
 
 
-def _assess(leaf: Leaf, usual: Usual | None, total_ns: int, policy: VerdictPolicy) -> Assessment:
+def assess(leaf: Leaf, usual: Usual | None, total_ns: int, policy: VerdictPolicy) -> Assessment:
     if usual is None:
         return Assessment(leaf, None, stalled=False)
     excess = leaf.ns - usual.ns
@@ -302,7 +302,9 @@ def _since_entered(timeline: Timeline, assessment: Assessment) -> Assessment:
     here = timeline.current
     if not open_visits or here is None or assessment.leaf.outer != here.name:
         return assessment
-    return replace(assessment, leaf=replace(assessment.leaf, ns=open_visits[-1].duration_ns))
+    leaf = assessment.leaf
+    entered = Leaf(leaf.name, leaf.outer, open_visits[-1].duration_ns, leaf.tokens)
+    return replace(assessment, leaf=entered)
 
 
 def _open_pause_or(

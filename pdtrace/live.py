@@ -1,0 +1,479 @@
+"""What is in flight right now: read from the rings of a run directory, or asked of an agent.
+
+Owns following rings without an agent, what their headers say of the processes, and the request to
+an agent's `/inflight`. Only reads, so it works while any process is stopped or dead. What is shown
+of it is `pdtrace.top`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import urllib.error
+import urllib.request
+from collections import Counter as Tally
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from pdtrace.assembly import assemble
+from pdtrace.collected import CollectedRequest
+from pdtrace.errors import LiveError, RingError
+from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState
+from pdtrace.otlp import decode_line
+from pdtrace.resource import process_of
+from pdtrace.ring import (
+    EndRecord,
+    MarkRecord,
+    OpenRecord,
+    Record,
+    RingIdentity,
+    RingReader,
+    WriterState,
+    scan_rings,
+)
+from pdtrace.ring.identity import read_boot_id, read_host_id
+from pdtrace.sources import RINGS_FOLDER, TRACES_FOLDER, resolve_run
+from pdtrace.spans import Span
+from pdtrace.stages import Gauge, Role
+from pdtrace.stuck import RollingStageTimes, StuckPolicy
+from pdtrace.tracker import RequestTracker
+
+STALLED_AFTER_S = 2.0
+"""A process with requests open whose loop has not gone round for longer is STALLED."""
+
+DEFAULT_TIMEOUT_S = 5.0
+MAX_ANSWER_BYTES = 256 * 1024 * 1024
+MAX_BASELINE_BYTES = 4 * 1024 * 1024
+"""How much of the newest traces is read for the usual times of stages."""
+MAX_LEARNT = 200
+"""Finished requests, the latest ones, that one look learns usual times from."""
+MAX_KEPT = 5_000
+"""Finished requests, the latest ones, kept to be asked for."""
+
+_MAX_READS = 64
+_FEW = 1_000
+_ROLES = tuple(Role)
+
+
+class LookSource(Protocol):
+    """Where looks come from; both sources here, and fakes in tests."""
+
+    name: str
+
+    def look(self) -> Look:
+        """What is in flight now. Raises LiveError if that cannot be known."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of files. Idempotent."""
+        ...
+
+
+def open_source(source: str | Path, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> LookSource:
+    """The agent behind an `http://` address, else the rings of a run directory.
+
+    Raises LiveError if there is neither.
+    """
+    if "://" in str(source):
+        return AgentLooks(str(source), timeout_s=timeout_s)
+    return RingLooks(source)
+
+
+class AgentLooks:
+    """Looks of an agent: it has read every record since it began, rings only keep the latest."""
+
+    def __init__(self, url: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise LiveError(f"{url}: give http://HOST:PORT as the agent prints it")
+        self.name = url
+        self._timeout_s = timeout_s
+        base = url.rstrip("/")
+        self._url = base if base.endswith("/inflight") else f"{base}/inflight"
+        # An agent listens on loopback: no proxy knows it.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def look(self) -> Look:
+        """What the agent knows. Raises LiveError if it does not answer as an agent does."""
+        try:
+            with self._opener.open(self._url, timeout=self._timeout_s) as answer:
+                body = answer.read(MAX_ANSWER_BYTES + 1)
+        except urllib.error.HTTPError as error:
+            error.close()
+            raise LiveError(
+                f"{self._url} answers {error.code} {error.reason}: is it an agent?"
+            ) from error
+        except TimeoutError as error:
+            raise self._silent() from error
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, TimeoutError):
+                raise self._silent() from error
+            raise LiveError(f"{self._url}: {_reason(error.reason)}") from error
+        except (OSError, ValueError) as error:
+            raise LiveError(f"{self._url}: {_reason(error)}") from error
+        if len(body) > MAX_ANSWER_BYTES:
+            raise LiveError(f"{self._url} answers more than {MAX_ANSWER_BYTES} bytes")
+        try:
+            return msgspec.json.decode(body, type=Look)
+        except msgspec.MsgspecError as error:
+            raise LiveError(f"{self._url} is no agent's answer: {error}") from error
+
+    def close(self) -> None:
+        """Nothing is held between looks."""
+
+    def _silent(self) -> LiveError:
+        return LiveError(
+            f"{self._url} did not answer within {self._timeout_s:g} s; the rings tell without "
+            "an agent: give the run directory"
+        )
+
+
+def _reason(error: object) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+@dataclass(slots=True)
+class _Ring:
+    """A ring that is followed. `open_keys`: attempts that its process has not let go of.
+
+    oldest_ns  when the oldest record was written that it still held at the first read; None if it
+               held everything from the begin
+    """
+
+    identity: RingIdentity
+    reader: RingReader | None
+    state: WriterState = WriterState.ALIVE
+    open_keys: set[int] = field(default_factory=set[int])
+    gauges: dict[Gauge, int] = field(default_factory=dict[Gauge, int])
+    seen_alive: bool = False
+    caught_up: bool = False
+    has_been_read: bool = False
+    oldest_ns: int | None = None
+    missed: int = 0
+    torn: int = 0
+
+    @property
+    def is_gateway(self) -> bool:
+        return self.identity.role is Role.GATEWAY
+
+
+class RingLooks:
+    """Looks at the rings of a run directory, without an agent and without disturbing one.
+
+    The first look reads what the rings hold, later ones what was added. Not thread-safe.
+
+    source       run directory, folder of runs (the newest counts), or folder of rings
+    keep         whether finished requests are kept, for `find`
+
+    Raises LiveError if there is no such directory.
+    """
+
+    def __init__(
+        self,
+        source: str | Path,
+        *,
+        keep: bool = False,
+        policy: StuckPolicy | None = None,
+    ) -> None:
+        self.name = str(source)
+        run = resolve_run(Path(source))
+        if not run.is_dir():
+            raise LiveError(f"{source}: no such directory; give a run directory or an agent's URL")
+        self.run = run
+        inner = run / RINGS_FOLDER
+        self.directory = inner if inner.is_dir() else run
+        self._policy = StuckPolicy() if policy is None else policy
+        self._tracker = RequestTracker()
+        self._rings: dict[str, _Ring] = {}
+        self._unreadable: dict[str, str] = {}
+        self._times = RollingStageTimes()
+        self._learns_from_traces = True
+        self._kept: deque[CollectedRequest] | None = deque(maxlen=MAX_KEPT) if keep else None
+
+    def look(self) -> Look:
+        """What the rings say now."""
+        self._read()
+        now_ns = self._now_ns()
+        requests = [self._described(request, now_ns) for request in self._tracker.in_flight(now_ns)]
+        return Look(
+            at_ns=time.time_ns(),
+            requests=tuple(requests),
+            processes=tuple(self._processes()),
+            problems=tuple(self._problems()),
+        )
+
+    def find(self, root_span_ids: Iterable[str]) -> list[CollectedRequest]:
+        """Requests by the ids of their roots, in flight or (with `keep`) finished."""
+        wanted = set(root_span_ids)
+        now_ns = self._now_ns()
+        names = {r.request_id for r in self._tracker.in_flight(now_ns) if r.root_span_id in wanted}
+        found = [request for name in names for request in self._tracker.peek(name, now_ns)]
+        found += self._kept or ()
+        return [request for request in found if request.root_span_id in wanted]
+
+    def kept(self) -> Sequence[CollectedRequest]:
+        """Finished requests that the rings still hold, the latest last."""
+        return tuple(self._kept or ())
+
+    def close(self) -> None:
+        """Closes the rings. Idempotent."""
+        for ring in self._rings.values():
+            if ring.reader is not None:
+                ring.reader.close()
+                ring.reader = None
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Reads what the rings hold: gateways first, so that whatever led to the end of a request
+        is in the other rings already."""
+        self._find()
+        caught_up = False
+        while not caught_up:
+            now_ns = time.monotonic_ns()
+            gateways = [name for name, ring in self._rings.items() if ring.is_gateway]
+            for name in gateways:
+                self._drain(name, now_ns, max_reads=1)
+            self._find()
+            for name in [name for name, ring in self._rings.items() if not ring.is_gateway]:
+                self._drain(name, now_ns)
+            self._take_leave()
+            self._learn(self._tracker.finished(now_ns))
+            caught_up = all(self._rings[name].caught_up for name in gateways)
+
+    def _find(self) -> None:
+        for path in scan_rings(self.directory):
+            if path.name in self._rings:
+                continue
+            try:
+                reader = RingReader(path)
+            except FileNotFoundError:
+                continue
+            except RingError as error:
+                self._unreadable[path.name] = str(error)
+                continue
+            except OSError as error:
+                self._unreadable[path.name] = f"{path}: {error.strerror or error}"
+                continue
+            self._unreadable.pop(path.name, None)
+            self._rings[path.name] = _Ring(reader.identity, reader)
+            self._tracker.add_ring(path.name, process_of(reader.identity, os.environ))
+
+    def _drain(self, name: str, now_ns: int, *, max_reads: int = _MAX_READS) -> None:
+        """Feeds what a ring holds, to its end unless that takes more than `max_reads`."""
+        ring = self._rings[name]
+        if ring.reader is None:
+            return
+        try:
+            # Before reading: what a writer wrote before it was found gone is then read.
+            ring.state = ring.reader.writer_state()
+            gone = ring.state is not WriterState.ALIVE
+            for _ in range(max_reads):
+                records = ring.reader.read(final=gone)
+                self._note_losses(name, ring, records)
+                self._tracker.feed(name, records, now_ns)
+                for record in records:
+                    if isinstance(record, OpenRecord):
+                        ring.open_keys.add(record.key)
+                    elif isinstance(record, EndRecord):
+                        ring.open_keys.discard(record.key)
+                # While it is being written there may always be more: a little is the end.
+                ring.caught_up = len(records) < (1 if gone else _FEW)
+                if ring.caught_up:
+                    break
+            ring.gauges = ring.reader.gauges()
+        except (OSError, RingError) as error:
+            self._unreadable[name] = _reason(error)
+            self._leave(name, "ring_damaged")
+
+    def _note_losses(self, name: str, ring: _Ring, records: Sequence[Record]) -> None:
+        assert ring.reader is not None
+        missed, torn = ring.reader.missed - ring.missed, ring.reader.torn - ring.torn
+        ring.missed, ring.torn = ring.reader.missed, ring.reader.torn
+        if ring.has_been_read:
+            self._tracker.records_missed(name, missed + torn)
+        elif missed and records:
+            # Overwritten before anybody looked: no loss but for what was in flight already then.
+            marks = (record.t_ns for record in records if isinstance(record, MarkRecord))
+            ring.oldest_ns = next(marks, None)
+        ring.has_been_read = ring.has_been_read or bool(records)
+
+    def _take_leave(self) -> None:
+        for name, ring in self._rings.items():
+            if ring.reader is None:
+                continue
+            if ring.state is WriterState.ALIVE:
+                ring.seen_alive = True
+            elif ring.caught_up:
+                closed = ring.state is WriterState.CLOSED
+                self._leave(name, "process_exited" if closed else "process_lost")
+
+    def _leave(self, name: str, reason: str) -> None:
+        ring = self._rings[name]
+        ring.caught_up = True
+        self._tracker.ring_gone(name, time.monotonic_ns() if ring.seen_alive else None, reason)
+        if ring.reader is not None:
+            ring.reader.close()
+            ring.reader = None
+
+    # -- usual times -------------------------------------------------------------------------
+
+    def _learn(self, finished: Sequence[CollectedRequest]) -> None:
+        if self._kept is not None:
+            self._kept.extend(finished)
+        if self._learns_from_traces:
+            self._learns_from_traces = False
+            for spans in _recent_requests(self.run / TRACES_FOLDER):
+                self._times.add(spans)
+        for request in finished[-MAX_LEARNT:]:
+            spans = assemble(request)
+            if spans:
+                self._times.add(spans)
+
+    # -- describing --------------------------------------------------------------------------
+
+    def _now_ns(self) -> int:
+        """This instant on the clock of the gateway's host: ages count on it."""
+        rings = list(self._rings.values())
+        home = next((ring for ring in rings if ring.is_gateway), rings[0] if rings else None)
+        return time.monotonic_ns() if home is None else _now_ns_on(home.identity)
+
+    def _described(self, request: InFlight, now_ns: int) -> InFlight:
+        time_of = self._times.of(request.mode, request.stage) if request.stage else None
+        usual_s, p99_s = (time_of.usual_s, time_of.p99_s) if time_of else (None, None)
+        stuck = (
+            request.stage is not None
+            and request.ended is None
+            and request.stage_age_s > self._policy.threshold_s(request.stage, p99_s)
+        )
+        incomplete = request.incomplete
+        begun_ns = now_ns - round(request.age_s * 1e9)
+        workers = {request.worker, request.prefill_worker, request.decode_worker}
+        if any(
+            ring.oldest_ns is not None
+            and begun_ns < ring.oldest_ns
+            and (ring.is_gateway or ring.identity.instance in workers)
+            for ring in self._rings.values()
+        ):
+            overwritten = "its first records were overwritten; an agent's address shows all"
+            incomplete = f"{incomplete}; {overwritten}" if incomplete else overwritten
+        return msgspec.structs.replace(
+            request,
+            usual_s=usual_s,
+            p99_s=p99_s,
+            stuck=request.stuck or stuck,
+            incomplete=incomplete,
+        )
+
+    def _processes(self) -> list[ProcessNow]:
+        """The latest process of each name, and former ones that left requests open."""
+        latest: dict[tuple[str, Role, str], _Ring] = {}
+        for ring in self._rings.values():
+            key = (ring.identity.host_id, ring.identity.role, ring.identity.instance)
+            before = latest.get(key)
+            if before is None or before.identity.anchor.wall_ns < ring.identity.anchor.wall_ns:
+                latest[key] = ring
+        current = {id(ring) for ring in latest.values()}
+        shown = [
+            ring
+            for ring in self._rings.values()
+            if id(ring) in current or (ring.state is WriterState.DEAD and ring.open_keys)
+        ]
+        shown.sort(key=lambda ring: (_ROLES.index(ring.identity.role), ring.identity.instance))
+        return [_process_now(ring) for ring in shown]
+
+    def _problems(self) -> list[str]:
+        problems = [self._unreadable[name] for name in sorted(self._unreadable)]
+        if not self._rings and not problems:
+            problems.append(f"no ring in {self.directory} yet")
+        lost: Tally[str] = Tally()
+        torn: Tally[str] = Tally()
+        for ring in self._rings.values():
+            torn[ring.identity.instance] += ring.torn
+        for name, ring in self._rings.items():
+            if name not in self._unreadable and ring.reader is not None and ring.oldest_ns is None:
+                lost[ring.identity.instance] += ring.missed
+        problems += [
+            f"{instance} wrote {count} records faster than they were read here"
+            for instance, count in sorted(lost.items())
+            if count
+        ]
+        problems += [
+            f"{count} record{'' if count == 1 else 's'} of {instance} torn"
+            for instance, count in sorted(torn.items())
+            if count
+        ]
+        return problems
+
+
+def _process_now(ring: _Ring) -> ProcessNow:
+    identity = ring.identity
+    progress_ns = ring.gauges.get(Gauge.LAST_PROGRESS_NS)
+    progress_age_s = None
+    if ring.state is WriterState.ALIVE and progress_ns is not None:
+        progress_age_s = max(0.0, (_now_ns_on(identity) - progress_ns) / 1e9)
+    match ring.state:
+        case WriterState.CLOSED:
+            state = ProcessState.CLOSED
+        case WriterState.DEAD:
+            state = ProcessState.LOST
+        case WriterState.ALIVE:
+            idle = not ring.open_keys or progress_age_s is None
+            late = not idle and progress_age_s is not None and progress_age_s > STALLED_AFTER_S
+            state = ProcessState.STALLED if late else ProcessState.ALIVE
+    return ProcessNow(
+        role=identity.role.value,
+        instance=identity.instance,
+        pid=identity.pid,
+        host_id=identity.host_id,
+        state=state,
+        progress_age_s=progress_age_s,
+        open_requests=len(ring.open_keys),
+        gauges={
+            gauge.name.lower(): value
+            for gauge, value in ring.gauges.items()
+            if gauge is not Gauge.LAST_PROGRESS_NS
+        },
+    )
+
+
+def _now_ns_on(identity: RingIdentity) -> int:
+    """This instant on the CLOCK_MONOTONIC of a ring's host; by wall time if that is another."""
+    if (identity.host_id, identity.boot_id) == _this_host():
+        return time.monotonic_ns()
+    return identity.anchor.to_monotonic_ns(time.time_ns())
+
+
+@cache
+def _this_host() -> tuple[str, str]:
+    return read_host_id(), read_boot_id()
+
+
+def _recent_requests(traces: Path) -> Iterable[Sequence[Span]]:
+    """Spans of the requests written last, one request at a time; what cannot be read is left out:
+    usual times are a help, not a promise."""
+    try:
+        files = sorted(
+            path for path in traces.iterdir() if path.is_file() and not path.name.startswith(".")
+        )
+        newest = files[-1] if files else None
+        if newest is None:
+            return
+        with newest.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - MAX_BASELINE_BYTES))
+            lines = file.read(MAX_BASELINE_BYTES).split(b"\n")
+    except OSError:
+        return
+    for line in lines[1:] if size > MAX_BASELINE_BYTES else lines:
+        try:
+            spans = decode_line(line) if line else []
+        except ValueError:
+            continue
+        if spans:
+            yield spans
