@@ -8,10 +8,11 @@ all. After that nobody passes it, and the pages that come free add up until it f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from pdtrace.recorder import MAX_BLOCKERS
 from pdtrace.stages import WaitReason
 
 MAX_PASSES = 8
@@ -21,8 +22,10 @@ MAX_PASSES = 8
 class Wait:
     """Why a request was left out of a plan. Units of the numbers: see `WaitReason`.
 
+    needed     of pages, those that must be free: the ones that must stay free are among them
     position   requests ahead of it in its queue
-    blocker    request id that is in the way, where known
+    blockers   request ids in the way, most important first, at most MAX_BLOCKERS. Of a wait for
+               pages the plan leaves them to the scheduler, which knows who holds how many
     """
 
     handoff_id: str
@@ -31,7 +34,7 @@ class Wait:
     free: int | None = None
     limit: int | None = None
     position: int | None = None
-    blocker: str | None = None
+    blockers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +43,10 @@ class PageBudget:
 
     free      pages that can be had, incl. those that evicting cached prefixes frees
     total     pages of the pool
-    holder    request id that holds the most pages: who is in the way when they run out
     """
 
     free: int
     total: int
-    holder: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,12 @@ class Candidate:
     needed: int
     passes: int = 0
     held: bool = False
+
+
+def largest(takers: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+    """Request ids that took most of something, largest share first."""
+    ranked = sorted(takers, key=lambda taker: -taker[1])  # stable: ties keep their order
+    return tuple(request_id for request_id, _ in ranked[:MAX_BLOCKERS])
 
 
 class FifoAdmission:
@@ -96,20 +103,17 @@ class FifoAdmission:
             self._wait(candidate, WaitReason.INJECTED, position)
             return False
         if self._blocker is not None:
-            self._wait(
-                candidate, WaitReason.HEAD_OF_LINE, position, blocker=self._blocker.request_id
-            )
+            self._wait(candidate, WaitReason.HEAD_OF_LINE, position, (self._blocker.request_id,))
             return False
         if candidate.needed + self._headroom > self.free:
             self.waits.append(
                 Wait(
                     handoff_id=candidate.handoff_id,
                     reason=WaitReason.KV_PAGES,
-                    needed=candidate.needed,
+                    needed=candidate.needed + self._headroom,
                     free=self.free,
                     limit=self._pages.total,
                     position=position,
-                    blocker=self._pages.holder,
                 )
             )
             self._lacking.append(candidate)
@@ -128,8 +132,17 @@ class FifoAdmission:
                 self._blocker = candidate
 
     def _wait(
-        self, candidate: Candidate, reason: WaitReason, position: int, blocker: str | None = None
+        self,
+        candidate: Candidate,
+        reason: WaitReason,
+        position: int,
+        blockers: tuple[str, ...] = (),
     ) -> None:
         self.waits.append(
-            Wait(handoff_id=candidate.handoff_id, reason=reason, position=position, blocker=blocker)
+            Wait(
+                handoff_id=candidate.handoff_id,
+                reason=reason,
+                position=position,
+                blockers=blockers,
+            )
         )

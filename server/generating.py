@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
-from pdtrace.stages import WaitReason
+from pdtrace.stages import GapCause, StepKind, WaitReason
 from server.config import ProcessConfig
 from server.detokenize import TokenBytes
 from server.engine.base import DecodeSlot, Engine, SamplingParams
 from server.engine.validation import check_sampling
-from server.generation import LENGTH, Generation, StopRules
+from server.gaps import Absence, BatchChange, account_gap, explain_gap
+from server.output import LENGTH, Generation, StopRules
 from server.preemption import PagePlan, PreemptedSequence, RunningSequence
 from server.request import Leg, StateT
 from server.scheduler import Ports, Scheduler
@@ -34,6 +35,8 @@ class GeneratingLeg(Leg[StateT]):
     finish_held   its last token is out, but a fault hook keeps it from finishing
     finish_said   the gateway has the finish reason: prefill sent it with the boundary token
     marked_pages  number of pages that the next mark speaks of
+    absent        why, since when and because of whom it takes no part in steps; None while it does
+    absences      those that ended since its latest token
     """
 
     committing: ClassVar[Any]
@@ -54,11 +57,25 @@ class GeneratingLeg(Leg[StateT]):
     batch_size: int = 0
     marked_pages: int = 0
     passes: int = 0
+    absent: tuple[GapCause, int, str | None] | None = None
+    absences: list[Absence] = field(default_factory=list[Absence])
 
     @property
     def table(self) -> list[int]:
         """Page table of the sequence."""
         return self.own_pages
+
+    def leave(self, cause: GapCause, at_ns: int, blocker: str | None = None) -> None:
+        """From here on the sequence takes no part in steps."""
+        self.come_back(at_ns)
+        self.absent = (cause, at_ns, blocker)
+
+    def come_back(self, at_ns: int) -> None:
+        """It takes part again; no effect if it does already."""
+        if self.absent is not None:
+            cause, left_ns, blocker = self.absent
+            self.absences.append(Absence(cause, left_ns, at_ns, blocker))
+            self.absent = None
 
 
 GenLegT = TypeVar("GenLegT", bound=GeneratingLeg[Any])
@@ -71,8 +88,8 @@ class GeneratingScheduler(Scheduler[GenLegT]):
         super().__init__(config, engine, ports)
         self._num_admitted = 0
         self._gap_threshold_s = config.settings.gap_threshold_s
-        self.interfering: str | None = None
-        """Request whose prompt ran since the last step of the batch: who made its tokens late."""
+        self._last_batch = (0, 0)  # its size, and how long its step took, nanoseconds
+        self._joined: list[str] = []  # request ids that joined the batch since
 
     @abstractmethod
     def take_pages(self, num_pages: int, owner: str) -> list[int] | None:
@@ -174,10 +191,14 @@ class GeneratingScheduler(Scheduler[GenLegT]):
     def _sits_out(self, leg: GenLegT, now_ns: int) -> bool:
         if leg.finish_held:
             return True
-        if leg.generation.num_tokens < 2 or not self.held(leg, "decode.gap", now_ns):
+        if leg.generation.num_tokens < 2:
             return False
-        leg.generation.gap_cause = WaitReason.INJECTED
-        return True
+        held = self.held(leg, "decode.gap", now_ns)
+        if held and leg.absent is None:
+            leg.leave(GapCause.INJECTED, now_ns)
+        elif not held and leg.absent is not None:
+            leg.come_back(now_ns)
+        return held
 
     def apply_pages(self, plan: PagePlan) -> None:
         """Preempt, grow and resume as planned."""
@@ -202,11 +223,20 @@ class GeneratingScheduler(Scheduler[GenLegT]):
             return
         leg.marked_pages = len(leg.table)
         leg.preemptions += 1
-        leg.generation.gap_cause = WaitReason.PREEMPTED
         self.free_pages(leg)
         now_ns = self._clock()
+        leg.leave(GapCause.PREEMPTION, now_ns, blocker)
         leg.advance(leg.preempted, now_ns)
-        self._observer.cause(leg, leg.stage, WaitReason.KV_PAGES, now_ns, blocker=blocker)
+        self._observer.cause(
+            leg,
+            leg.stage,
+            WaitReason.KV_PAGES,
+            now_ns,
+            needed=self._pages_for_next(leg),
+            free=self.allocator.num_free,
+            limit=self.allocator.num_pages,
+            blockers=() if blocker is None else (blocker,),
+        )
 
     def _resume(self, leg: GenLegT) -> None:
         assert leg.saved is not None
@@ -222,7 +252,10 @@ class GeneratingScheduler(Scheduler[GenLegT]):
             return
         leg.saved = None
         leg.marked_pages = len(pages)
-        leg.advance(leg.running, self._clock())
+        now_ns = self._clock()
+        leg.come_back(now_ns)
+        leg.advance(leg.running, now_ns)
+        self._joined.append(leg.request_id)
 
     # -- run ----------------------------------------------------------------------------------
 
@@ -236,6 +269,7 @@ class GeneratingScheduler(Scheduler[GenLegT]):
         """Commit the boundary token; the gateway has it already when prefill forwarded it."""
         leg.generation.commit(token_id, now_ns)
         leg.advance(leg.running, now_ns)
+        self._joined.append(leg.request_id)
         self._again = True
         reason = leg.generation.finish_reason
         if not leg.early:
@@ -267,25 +301,53 @@ class GeneratingScheduler(Scheduler[GenLegT]):
             )
             for leg in batch
         ]
+        begun_ns = self._clock()
+        ones = [1] * len(batch)
         try:
             token_ids = self.engine.decode(slots)
         except Exception as error:  # the batch's requests fail, the loop goes on
+            self.ran(StepKind.DECODE, batch, ones, begun_ns)
             self.fail_step(batch, error)
             return
-        ended_ns = self._clock()
+        number, ended_ns = self.ran(StepKind.DECODE, batch, ones, begun_ns)
         for leg, token_id in zip(batch, token_ids, strict=True):
+            before_ns = leg.generation.last_ns
             gap_s = leg.generation.commit(token_id, ended_ns)
             if gap_s is not None and gap_s > self._gap_threshold_s:
-                self._mark_gap(leg, gap_s, ended_ns)
-            leg.generation.gap_cause = None
+                self._mark_gap(leg, before_ns, ended_ns, number, len(batch))
+            if leg.absences:
+                leg.absences.clear()
             self._put_out(leg, token_id, ended_ns)
-        self.interfering = None
+        self._last_batch = (len(batch), ended_ns - begun_ns)
+        self._joined.clear()
 
-    def _mark_gap(self, leg: GenLegT, gap_s: float, at_ns: int) -> None:
-        cause = leg.generation.gap_cause or WaitReason.WORKER_BUSY
-        if cause is WaitReason.WORKER_BUSY:
-            self._observer.cause(leg, "decode.gap", cause, at_ns, blocker=self.interfering)
-        self._observer.gap(leg, leg.generation.num_tokens - 1, gap_s, cause, at_ns)
+    def _mark_gap(
+        self, leg: GenLegT, before_ns: int, at_ns: int, step: int, batch_size: int
+    ) -> None:
+        account = account_gap(
+            before_ns,
+            at_ns,
+            spells=self._log.spells,
+            absences=leg.absences,
+            known_from_ns=self._log.known_from_ns,
+        )
+        others = [request_id for request_id in self._joined if request_id != leg.request_id]
+        size_before, usual_ns = self._last_batch
+        change = BatchChange(
+            usual_ns=usual_ns,
+            size=batch_size,
+            size_before=size_before,
+            joined=others[-1] if others else None,
+        )
+        self._observer.gap(
+            leg,
+            leg.generation.num_tokens - 1,
+            account.gap_ns / 1e9,
+            explain_gap(account, change),
+            step=step,
+            batch_size=batch_size,
+            at_ns=at_ns,
+        )
 
     def _put_out(self, leg: GenLegT, token_id: int, at_ns: int) -> None:
         generation = leg.generation

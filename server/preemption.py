@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdtrace.recorder import MAX_BLOCKERS
 from pdtrace.stages import WaitReason
 from server.admission import PageBudget, Wait
 
@@ -74,8 +75,12 @@ def plan_pages(
     pages: PageBudget,
     *,
     slots: int,
+    max_running: int,
 ) -> PagePlan:
-    """Room for one more token of each running sequence; `slots` are free in the batch before."""
+    """Room for one more token of each running sequence.
+
+    slots   free before, out of `max_running`
+    """
     free = pages.free
     stay = list(running)
     preempt: list[Preemption] = []
@@ -96,6 +101,7 @@ def plan_pages(
     slots += len(preempt)
     resume: list[str] = []
     waits: list[Wait] = []
+    first: str | None = None  # request that waits to come back: nobody does before it
     for position, sequence in enumerate(preempted):
         headroom = len(stay) + len(resume)
         fits = sequence.pages + headroom <= free
@@ -104,17 +110,39 @@ def plan_pages(
             free -= sequence.pages
             slots -= 1
             continue
-        waits.append(
-            Wait(
-                handoff_id=sequence.handoff_id,
-                reason=WaitReason.KV_PAGES if slots > 0 else WaitReason.SLOTS,
-                needed=sequence.pages if slots > 0 else 1,
-                free=free if slots > 0 else 0,
-                limit=pages.total if slots > 0 else None,
-                position=position,
-                blocker=stay[0].request_id if stay else pages.holder,
+        if slots <= 0:
+            waits.append(
+                Wait(
+                    handoff_id=sequence.handoff_id,
+                    reason=WaitReason.SLOTS,
+                    needed=1,
+                    free=0,
+                    limit=max_running,
+                    position=position,
+                    blockers=tuple(other.request_id for other in stay[:MAX_BLOCKERS]),
+                )
             )
-        )
+        elif first is not None and fits:
+            waits.append(
+                Wait(
+                    handoff_id=sequence.handoff_id,
+                    reason=WaitReason.HEAD_OF_LINE,
+                    position=position,
+                    blockers=(first,),
+                )
+            )
+        else:
+            waits.append(
+                Wait(
+                    handoff_id=sequence.handoff_id,
+                    reason=WaitReason.KV_PAGES,
+                    needed=sequence.pages + headroom,
+                    free=free,
+                    limit=pages.total,
+                    position=position,
+                )
+            )
+        first = first or sequence.request_id
     return PagePlan(
         preempt=tuple(preempt),
         grow=tuple(grow),

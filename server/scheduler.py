@@ -10,6 +10,7 @@ A message or a step that raises fails the requests it concerns and nothing else.
 
 from __future__ import annotations
 
+import heapq
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -17,15 +18,16 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Generic, Protocol
 
-from pdtrace.recorder import Recorder
-from pdtrace.stages import Gauge, Outcome, WaitReason
-from server.admission import PageBudget, Wait
+from pdtrace.recorder import MAX_BLOCKERS, Recorder
+from pdtrace.stages import Gauge, Outcome, StepKind, WaitReason
+from server.admission import PageBudget, Wait, largest
 from server.config import ProcessConfig
 from server.engine.base import Engine
 from server.errors import IntegrityError
 from server.heartbeat import Progress
 from server.kv.pages import PageAllocator
 from server.legs import LegT, LegTable
+from server.loop_log import Doing, LoopLog
 from server.quarantine import Quarantine
 from server.recording import record_round_trip
 from server.registration import Registration
@@ -48,6 +50,8 @@ from server.wire.sockets import Received
 
 IDLE_WAIT_S = 0.25
 """Longest wait for a message: how often an idle loop shows that it is alive."""
+HOLDERS_NS = 100_000_000
+"""How long the answer to who holds most pages may be old."""
 
 _logger = logging.getLogger(__name__)
 
@@ -102,6 +106,10 @@ class Scheduler(ABC, Generic[LegT]):
         self._clock = ports.clock
         self._recorder = ports.recorder
         self._observer = TraceObserver(ports.recorder, lambda: self.allocator.num_free)
+        self._log = LoopLog()
+        self._taken_from_ns = 0  # when this turn began to take in messages
+        self._holders: tuple[LegT, ...] = ()
+        self._holders_ns: int | None = None
         self._tokens: dict[str, list[TokenItem]] = {}
         self._closed: list[tuple[str, LegClosed]] = []
         self._again = False  # something came free: plan once more before waiting
@@ -135,6 +143,10 @@ class Scheduler(ABC, Generic[LegT]):
                 raise IntegrityError(f"pages {pages} are held by {owner!r}, which is over")
 
     @abstractmethod
+    def pages_held(self, leg: LegT) -> int:
+        """Pages of the pool that `leg` keeps from others."""
+
+    @abstractmethod
     def report(self) -> WorkerLoad:
         """Set the gauges and return what routing looks at."""
 
@@ -142,7 +154,14 @@ class Scheduler(ABC, Generic[LegT]):
 
     def receive(self, max_wait_s: float) -> None:
         """Take in all messages that wait, then time out what is due."""
-        received = self._ports.inbox.get(self._wait_s(max_wait_s))
+        wait_s = self._wait_s(max_wait_s)
+        asked_ns = self._clock()
+        received = self._ports.inbox.get(wait_s)
+        if wait_s > 0:
+            self._taken_from_ns = self._clock()
+            self._log.add(asked_ns, self._taken_from_ns, Doing.IDLE)
+        else:
+            self._taken_from_ns = asked_ns
         if received is not None:
             self._take(received)
             for received in self._ports.inbox.drain():
@@ -279,17 +298,60 @@ class Scheduler(ABC, Generic[LegT]):
         """Say in the trace why each of these legs was left out."""
         for wait in waits:
             leg = self.legs.get(wait.handoff_id)
-            if leg is not None:
-                self._observer.waits(leg, wait, now_ns)
+            if leg is None:
+                continue
+            blockers = wait.blockers
+            if wait.reason is WaitReason.KV_PAGES:
+                blockers = self.page_holders(now_ns)
+            self._observer.waits(leg, wait, blockers, now_ns)
 
-    def page_budget(self, free: int, pages_of: Callable[[LegT], int]) -> PageBudget:
-        """`free` pages and the request that holds most of the others."""
-        holder = max(self.legs, key=pages_of, default=None)
-        return PageBudget(
-            free=free,
-            total=self.allocator.num_pages,
-            holder=holder.request_id if holder is not None and pages_of(holder) else None,
+    def page_holders(self, now_ns: int) -> tuple[str, ...]:
+        """Requests that hold most of the pages: who is in the way when they run out.
+
+        Looked up again when one of them has gone, else every HOLDERS_NS: their order changes with
+        every page, and each change would be one more record for each request that waits.
+        """
+        table = self.legs
+        if (
+            self._holders_ns is None
+            or now_ns - self._holders_ns >= HOLDERS_NS
+            or any(table.get(leg.handoff_id) is not leg for leg in self._holders)
+        ):
+            self._holders_ns = now_ns
+            holders = heapq.nlargest(MAX_BLOCKERS, table, key=self.pages_held)
+            self._holders = tuple(leg for leg in holders if self.pages_held(leg))
+        return tuple(leg.request_id for leg in self._holders)
+
+    def page_budget(self, free: int) -> PageBudget:
+        return PageBudget(free=free, total=self.allocator.num_pages)
+
+    def say_kept_waiting(self, leg: LegT, stage: str, arrived_ns: int) -> None:
+        """Say in the trace that a message of `leg` lay in the inbox because a step ran, if so."""
+        step = self._log.kept_waiting(arrived_ns)
+        if step is not None:
+            self._observer.cause(leg, stage, WaitReason.WORKER_BUSY, arrived_ns, blockers=step.who)
+
+    # -- run ----------------------------------------------------------------------------------
+
+    def ran(
+        self, kind: StepKind, legs: Sequence[LegT], tokens: Sequence[int], begin_ns: int
+    ) -> tuple[int, int]:
+        """Record the step that has just ended, well or not: its number, and when it ended.
+
+        tokens   computed for each of `legs`
+        """
+        end_ns = self._clock()
+        doing = Doing.PREFILL if kind is StepKind.PREFILL else Doing.DECODE
+        who = largest([(leg.request_id, count) for leg, count in zip(legs, tokens, strict=True)])
+        self._log.add(begin_ns, end_ns, doing, who)
+        number = self._recorder.step(
+            kind,
+            [leg.trace for leg in legs],
+            tokens=sum(tokens),
+            begin_ns=begin_ns,
+            end_ns=end_ns,
         )
+        return number, end_ns
 
     # -- end ----------------------------------------------------------------------------------
 

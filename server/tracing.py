@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from server.admission import Wait
     from server.colocated.leg import ColocatedLeg
     from server.decode.leg import DecodeLeg
+    from server.gaps import GapReason
     from server.prefill.leg import PrefillLeg
 
 Value: TypeAlias = int | float | str | bool | None
@@ -138,8 +139,8 @@ class TraceObserver:
         """Prefill sends the boundary token to the gateway itself."""
         leg.trace.mark(Mark.FIRST_TOKEN_FORWARDED, at_ns=at_ns)
 
-    def waits(self, leg: Leg[Any], wait: Wait, at_ns: int) -> None:
-        """A plan left `leg` out; recorded when the cause changes."""
+    def waits(self, leg: Leg[Any], wait: Wait, blockers: tuple[str, ...], at_ns: int) -> None:
+        """A plan left `leg` out because of `blockers`; recorded when the cause changes."""
         leg.trace.wait(
             leg.stage,
             wait.reason,
@@ -147,7 +148,7 @@ class TraceObserver:
             free=wait.free,
             limit=wait.limit,
             position=wait.position,
-            blocker=wait.blocker,
+            blocker=blockers,
             at_ns=at_ns,
         )
 
@@ -158,11 +159,42 @@ class TraceObserver:
         reason: WaitReason,
         at_ns: int,
         *,
-        blocker: str | None = None,
+        needed: int | None = None,
+        free: int | None = None,
+        limit: int | None = None,
+        blockers: tuple[str, ...] = (),
     ) -> None:
         """`stage` of `leg` takes long for a reason that no plan gave."""
-        leg.trace.wait(stage, reason, blocker=blocker, at_ns=at_ns)
+        leg.trace.wait(
+            stage,
+            reason,
+            needed=needed,
+            free=free,
+            limit=limit,
+            blocker=blockers,
+            at_ns=at_ns,
+        )
 
-    def gap(self, leg: Leg[Any], index: int, gap_s: float, cause: WaitReason, at_ns: int) -> None:
-        """Output token `index` came `gap_s` seconds after the one before."""
-        leg.trace.mark(Mark.TOKEN_GAP, index, gap_s, cause, at_ns=at_ns)
+    def gap(
+        self,
+        leg: Leg[Any],
+        index: int,
+        gap_s: float,
+        reason: GapReason,
+        *,
+        step: int,
+        batch_size: int,
+        at_ns: int,
+    ) -> None:
+        """Output token `index` came `gap_s` seconds after the one before, in step `step`."""
+        leg.trace.mark(
+            Mark.TOKEN_GAP,
+            index,
+            gap_s,
+            reason.cause,
+            reason.seconds,
+            step,
+            batch_size,
+            reason.blocker,
+            at_ns=at_ns,
+        )

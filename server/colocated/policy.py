@@ -9,11 +9,19 @@ Owns how prompts and running sequences share a step; knows nothing of pages' num
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pdtrace.recorder import MAX_BLOCKERS
 from pdtrace.stages import WaitReason
-from server.admission import MAX_PASSES, Candidate, FifoAdmission, PageBudget, Wait
+from server.admission import (
+    MAX_PASSES,
+    Candidate,
+    FifoAdmission,
+    PageBudget,
+    Wait,
+    largest,
+)
 from server.preemption import PagePlan, PreemptedSequence, RunningSequence, plan_pages
 from server.prefill.policy import Chunk, QueuedPrompt, RunningPrompt
 
@@ -60,32 +68,41 @@ def plan_colocated(snapshot: ColocatedSnapshot) -> ColocatedPlan:
     """The next step. Never plans more pages than are free or more slots than `max_running`."""
     held_slots = len(snapshot.prefilling) + snapshot.occupied
     slots = snapshot.max_running - len(snapshot.running) - held_slots
-    pages = plan_pages(snapshot.running, snapshot.preempted, snapshot.pages, slots=slots)
+    pages = plan_pages(
+        snapshot.running,
+        snapshot.preempted,
+        snapshot.pages,
+        slots=slots,
+        max_running=snapshot.max_running,
+    )
     slots = snapshot.max_running - len(pages.running) - held_slots
     # A prompt always gets on, however large the batch is.
     left = max(1, snapshot.budget - len(pages.running)) if snapshot.chunked else snapshot.budget
     chunks: list[Chunk] = []
     waits: list[Wait] = list(pages.waits)
-    first = snapshot.prefilling[0].request_id if snapshot.prefilling else None
+    takers: list[tuple[str, int]] = []
     for prompt in snapshot.prefilling:
         tokens = min(left, prompt.tokens) if snapshot.chunked else prompt.tokens
         if tokens > 0:
             chunks.append(Chunk(handoff_id=prompt.handoff_id, tokens=tokens))
+            takers.append((prompt.request_id, tokens))
             left -= tokens
         else:
-            waits.append(_budget_wait(prompt, snapshot.budget, None, first))
+            waits.append(_budget_wait(prompt, left, snapshot.budget, None, takers))
     admission = FifoAdmission(
-        PageBudget(free=pages.free, total=snapshot.pages.total, holder=snapshot.pages.holder),
+        PageBudget(free=pages.free, total=snapshot.pages.total),
         headroom=len(pages.running),
         max_passes=snapshot.max_passes,
     )
-    oldest = snapshot.running[0].request_id if snapshot.running else first
+    occupants = tuple(
+        sequence.request_id for sequence in (*snapshot.running, *snapshot.prefilling)[:MAX_BLOCKERS]
+    )
     start: list[str] = []
     for position, prompt in enumerate(snapshot.queue):
         if prompt.held:
-            waits.append(_wait(prompt, WaitReason.INJECTED, position, None))
+            waits.append(_wait(prompt, WaitReason.INJECTED, position))
         elif pages.returning is not None:
-            waits.append(_wait(prompt, WaitReason.HEAD_OF_LINE, position, pages.returning))
+            waits.append(_wait(prompt, WaitReason.HEAD_OF_LINE, position, (pages.returning,)))
         elif slots <= 0:
             waits.append(
                 Wait(
@@ -95,19 +112,19 @@ def plan_colocated(snapshot: ColocatedSnapshot) -> ColocatedPlan:
                     free=0,
                     limit=snapshot.max_running,
                     position=position,
-                    blocker=oldest,
+                    blockers=occupants,
                 )
             )
         elif left <= 0 or (not snapshot.chunked and chunks and prompt.tokens > left):
-            waits.append(_budget_wait(prompt, snapshot.budget, position, first))
+            waits.append(_budget_wait(prompt, left, snapshot.budget, position, takers))
             left = 0  # nobody passes a prompt that waits for tokens
         elif admission.offer(_candidate(prompt), position):
             tokens = min(left, prompt.tokens) if snapshot.chunked else prompt.tokens
             chunks.append(Chunk(handoff_id=prompt.handoff_id, tokens=tokens))
+            takers.append((prompt.request_id, tokens))
             start.append(prompt.handoff_id)
             left -= tokens
             slots -= 1
-            first = first or prompt.request_id
     return ColocatedPlan(
         pages=pages,
         start=tuple(start),
@@ -127,19 +144,25 @@ def _candidate(prompt: QueuedPrompt) -> Candidate:
     )
 
 
-def _wait(prompt: QueuedPrompt, reason: WaitReason, position: int, blocker: str | None) -> Wait:
-    return Wait(handoff_id=prompt.handoff_id, reason=reason, position=position, blocker=blocker)
+def _wait(
+    prompt: QueuedPrompt, reason: WaitReason, position: int, blockers: tuple[str, ...] = ()
+) -> Wait:
+    return Wait(handoff_id=prompt.handoff_id, reason=reason, position=position, blockers=blockers)
 
 
 def _budget_wait(
-    prompt: QueuedPrompt | RunningPrompt, budget: int, position: int | None, blocker: str | None
+    prompt: QueuedPrompt | RunningPrompt,
+    left: int,
+    budget: int,
+    position: int | None,
+    takers: Sequence[tuple[str, int]],
 ) -> Wait:
     return Wait(
         handoff_id=prompt.handoff_id,
         reason=WaitReason.TOKEN_BUDGET,
         needed=prompt.tokens,
-        free=0,
+        free=max(0, left),
         limit=budget,
         position=position,
-        blocker=blocker,
+        blockers=largest(takers),
     )

@@ -6,7 +6,7 @@ Owns the colocated legs, their pages and the prefix cache; what a step computes 
 
 from __future__ import annotations
 
-from pdtrace.stages import Gauge, Outcome, Role
+from pdtrace.stages import Gauge, Outcome, Role, StepKind
 from pdtrace.stopping import Stop
 from server.colocated.leg import ColocatedLeg
 from server.colocated.policy import ColocatedPlan, ColocatedSnapshot, plan_colocated
@@ -82,6 +82,7 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
         )
         if self.admit(leg) and not self.held(leg, "hop.dispatch", arrived_ns):
             self._open(leg, arrived_ns)
+            self.say_kept_waiting(leg, "prefill.queue", arrived_ns)
 
     def _open(self, leg: ColocatedLeg, at_ns: int) -> None:
         leg.advance(_S.QUEUED, at_ns)
@@ -124,7 +125,7 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
             prefilling=tuple(prompt for _, prompt in prefilling),
             running=self.running_sequences(now_ns),
             preempted=self.preempted_sequences(),
-            pages=self.page_budget(self._prompts.num_available, lambda leg: len(leg.table)),
+            pages=self.page_budget(self._prompts.num_available),
             budget=self.settings.prefill_budget,
             max_running=self.settings.max_running,
             chunked=self.settings.chunked,
@@ -159,13 +160,14 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
                 self.admit_to_batch(leg, len(batch))
                 leg.advance(_S.PREFILLING, begun_ns)
             self._observer.chunk_started(leg, leg.num_chunks, len(chunk.token_ids), begun_ns)
+        tokens = [len(chunk.token_ids) for chunk in work]
         try:
             sampled = self.engine.prefill(work)
         except Exception as error:  # the batch's requests fail, the loop goes on
+            self.ran(StepKind.PREFILL, batch, tokens, begun_ns)
             self.fail_step(batch, error)
             return
-        ended_ns = self._clock()
-        self.interfering = batch[0].request_id
+        _, ended_ns = self.ran(StepKind.PREFILL, batch, tokens, begun_ns)
         for leg, chunk, token_id in zip(batch, work, sampled, strict=True):
             self._observer.chunk_finished(leg, leg.num_chunks, ended_ns)
             leg.num_chunks += 1
@@ -207,6 +209,10 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
             leg.match = None
 
     # -- publish ------------------------------------------------------------------------------
+
+    def pages_held(self, leg: ColocatedLeg) -> int:
+        """Pages of the pool that `leg` keeps from others."""
+        return len(leg.table)
 
     def report(self) -> WorkerLoad:
         """Set the gauges and return what routing looks at."""

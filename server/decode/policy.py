@@ -13,8 +13,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pdtrace.recorder import MAX_BLOCKERS
 from pdtrace.stages import WaitReason
-from server.admission import MAX_PASSES, Candidate, FifoAdmission, PageBudget, Wait
+from server.admission import (
+    MAX_PASSES,
+    Candidate,
+    FifoAdmission,
+    PageBudget,
+    Wait,
+)
 from server.preemption import PagePlan, PreemptedSequence, RunningSequence, plan_pages
 
 
@@ -66,9 +73,15 @@ class DecodePlan:
 def plan_decode(snapshot: DecodeSnapshot) -> DecodePlan:
     """The next turn. Never plans more pages than are free or more slots than `max_running`."""
     slots = snapshot.max_running - len(snapshot.running) - snapshot.committing
-    pages = plan_pages(snapshot.running, snapshot.preempted, snapshot.pages, slots=slots)
+    pages = plan_pages(
+        snapshot.running,
+        snapshot.preempted,
+        snapshot.pages,
+        slots=slots,
+        max_running=snapshot.max_running,
+    )
     slots = snapshot.max_running - len(pages.running) - snapshot.committing
-    oldest = snapshot.running[0].request_id if snapshot.running else None
+    oldest = tuple(sequence.request_id for sequence in snapshot.running[:MAX_BLOCKERS])
     waits: list[Wait] = list(pages.waits)
     admit: list[str] = []
     for position, sequence in enumerate(snapshot.landed):
@@ -88,16 +101,12 @@ def plan_decode(snapshot: DecodeSnapshot) -> DecodePlan:
                     free=0,
                     limit=snapshot.max_running,
                     position=position,
-                    blocker=oldest,
+                    blockers=oldest,
                 )
             )
     taken = snapshot.pages.free - pages.free
     admission = FifoAdmission(
-        PageBudget(
-            free=max(0, snapshot.pages_new - max(0, taken)),
-            total=snapshot.pages.total,
-            holder=snapshot.pages.holder,
-        ),
+        PageBudget(free=max(0, snapshot.pages_new - max(0, taken)), total=snapshot.pages.total),
         headroom=len(pages.running) + len(admit),
         max_passes=snapshot.max_passes,
     )
@@ -108,11 +117,8 @@ def plan_decode(snapshot: DecodeSnapshot) -> DecodePlan:
                 Wait(
                     handoff_id=candidate.handoff_id,
                     reason=WaitReason.HEAD_OF_LINE,
-                    needed=candidate.needed,
-                    free=admission.free,
-                    limit=snapshot.pages.total,
                     position=position,
-                    blocker=pages.returning,
+                    blockers=(pages.returning,),
                 )
             )
         elif admission.offer(candidate, position):

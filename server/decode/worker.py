@@ -6,7 +6,7 @@ the running batch is `server.generating`.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
 
 from pdtrace.stages import Gauge, Outcome, Role, WaitReason
 from pdtrace.stopping import Stop
@@ -20,6 +20,7 @@ from server.engine.base import Engine
 from server.faults import FaultHolds
 from server.generating import GeneratingScheduler
 from server.kv.transfer.base import Reason
+from server.loop_log import Doing
 from server.quarantine import Quarantine
 from server.request import DecodeState, Ending
 from server.scheduler import IDLE_WAIT_S, Ports
@@ -50,6 +51,7 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         self.registration = self.new_registration()
         self.ballast = Ballast(self.allocator)
         self._pool = PoolRef(owner=config.instance, incarnation=config.incarnation)
+        self._landing: list[str] = []  # requests whose KV this turn takes in
 
     def step(self, max_wait_s: float = IDLE_WAIT_S) -> None:
         """Receive, plan, run, publish."""
@@ -58,6 +60,7 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         self.registration.ask(now_ns)
         self.ask_again(self.quarantine, now_ns)
         self._notice(now_ns)
+        self._note_landings()
         plan = plan_decode(self._snapshot(now_ns))
         self.record_waits(plan.waits, now_ns)
         self._apply(plan)
@@ -76,7 +79,7 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
             case Handoff():
                 self._handed_over(message)
             case CopyDone():
-                self._copied(message)
+                self._copied(message, arrived_ns)
             case CopyFailed():
                 self._copy_failed(message)
             case CopiesDrained():
@@ -112,6 +115,7 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         )
         if self.admit(leg) and not self.held(leg, "hop.dispatch", arrived_ns):
             self._open(leg, arrived_ns)
+            self.say_kept_waiting(leg, "decode.reserve", arrived_ns)
 
     def _open(self, leg: DecodeLeg, at_ns: int) -> None:
         leg.advance(_S.RESERVING, at_ns)
@@ -151,7 +155,7 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
             )
         return None
 
-    def _copied(self, message: CopyDone) -> None:
+    def _copied(self, message: CopyDone, arrived_ns: int) -> None:
         leg = self.legs.get(message.handoff_id)
         if leg is None:
             self.ignore_unknown(message)
@@ -160,9 +164,12 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         elif leg.state is not _S.AWAITING_KV:
             self.ignore("late", message)
         else:
+            self._landing.append(leg.request_id)
             leg.copied[message.index] = message.num_bytes
             if message.last:
                 leg.last_job = message.index
+            if leg.all_copied:
+                self.say_kept_waiting(leg, "hop.notice", arrived_ns)
 
     def _copy_failed(self, message: CopyFailed) -> None:
         if message.reason == Reason.UNKNOWN_POOL:
@@ -211,6 +218,14 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
             return
         leg.cached_tokens = handoff.cached_tokens
         leg.advance(_S.LANDED, now_ns)
+        self._landing.append(leg.request_id)
+
+    def _note_landings(self) -> None:
+        """Remember the time that this turn spent on KV that arrived, if any did."""
+        if self._landing:
+            who, _ = Counter(self._landing).most_common(1)[0]
+            self._log.add(self._taken_from_ns, self._clock(), Doing.LANDING, (who,))
+            self._landing.clear()
 
     # -- plan ---------------------------------------------------------------------------------
 
@@ -221,7 +236,10 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         fill = False
         for leg in self.legs:
             if leg.state is _S.RESERVING and not self.registration.known:
-                self._observer.cause(leg, leg.stage, WaitReason.PEER_NOT_READY, now_ns)
+                # It is the transfer process that must answer first: it does not know the pool yet.
+                self._observer.cause(
+                    leg, leg.stage, WaitReason.PEER_NOT_READY, now_ns, needed=1, free=0
+                )
             elif leg.state is _S.RESERVING:
                 fill = leg.holds.held("decode.reserve", now_ns) or fill
                 reserving.append(
@@ -250,17 +268,12 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         else:
             self.ballast.give_back()
         landed.sort(key=lambda entry: entry[0])
-        pages = self.page_budget(
-            self.allocator.num_free + self.ballast.num_pages, lambda leg: len(leg.own_pages)
-        )
-        if fill:  # a fault is in the way, no request
-            pages = replace(pages, holder=None)
         return DecodeSnapshot(
             reserving=tuple(reserving),
             landed=tuple(sequence for _, sequence in landed),
             running=self.running_sequences(now_ns),
             preempted=self.preempted_sequences(),
-            pages=pages,
+            pages=self.page_budget(self.allocator.num_free + self.ballast.num_pages),
             pages_new=self.allocator.num_free,
             max_running=self.settings.max_running,
             committing=committing,
@@ -350,6 +363,14 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         self.close(leg, self._clock())
 
     # -- publish ------------------------------------------------------------------------------
+
+    def pages_held(self, leg: DecodeLeg) -> int:
+        """Pages of the pool that `leg` keeps from others."""
+        return len(leg.own_pages)
+
+    def page_holders(self, now_ns: int) -> tuple[str, ...]:
+        """Requests that hold most of the pages; nobody while a fault hook fills the pool."""
+        return () if self.ballast.num_pages else super().page_holders(now_ns)
 
     def report(self) -> WorkerLoad:
         """Set the gauges and return what routing looks at."""

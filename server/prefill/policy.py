@@ -13,7 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdtrace.stages import WaitReason
-from server.admission import MAX_PASSES, Candidate, FifoAdmission, PageBudget, Wait
+from server.admission import (
+    MAX_PASSES,
+    Candidate,
+    FifoAdmission,
+    PageBudget,
+    Wait,
+    largest,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +90,12 @@ def plan_prefill(snapshot: PrefillSnapshot) -> PrefillPlan:
     left = snapshot.budget
     chunks: list[Chunk] = []
     starved: list[Wait] = []
-    first = snapshot.running[0].request_id if snapshot.running else None
+    takers: list[tuple[str, int]] = []
     for prompt in snapshot.running:
         tokens = min(left, prompt.tokens)
         if tokens > 0:
             chunks.append(Chunk(handoff_id=prompt.handoff_id, tokens=tokens))
+            takers.append((prompt.request_id, tokens))
             left -= tokens
         else:
             starved.append(
@@ -97,7 +105,7 @@ def plan_prefill(snapshot: PrefillSnapshot) -> PrefillPlan:
                     needed=prompt.tokens,
                     free=0,
                     limit=snapshot.budget,
-                    blocker=first,
+                    blockers=largest(takers),
                 )
             )
     admission = FifoAdmission(snapshot.pages, max_passes=snapshot.max_passes)
@@ -119,15 +127,15 @@ def plan_prefill(snapshot: PrefillSnapshot) -> PrefillPlan:
                     free=0,
                     limit=snapshot.budget,
                     position=position,
-                    blocker=first,
+                    blockers=largest(takers),
                 )
             )
         elif admission.offer(candidate, position):
             tokens = min(left, prompt.tokens)
             chunks.append(Chunk(handoff_id=prompt.handoff_id, tokens=tokens))
+            takers.append((prompt.request_id, tokens))
             start.append(prompt.handoff_id)
             left -= tokens
-            first = first or prompt.request_id
     return PrefillPlan(
         start=tuple(start),
         chunks=tuple(chunks),

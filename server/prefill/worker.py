@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from pdtrace.stages import Gauge, Outcome, Role, WaitReason
+from pdtrace.stages import Gauge, Outcome, Role, StepKind, WaitReason
 from pdtrace.stopping import Stop
 from server.config import ProcessConfig
 from server.engine.base import Engine
@@ -132,7 +132,7 @@ class PrefillWorker(Scheduler[PrefillLeg]):
             self.end(leg, self._ending(Outcome.REJECTED, reason, what))
         elif early is None:
             self._observer.cause(
-                leg, leg.stage, WaitReason.PEER_NOT_READY, arrived_ns, blocker=None
+                leg, leg.stage, WaitReason.PEER_NOT_READY, arrived_ns, needed=1, free=0
             )
         else:
             self._reserved(leg, early[0])
@@ -149,6 +149,7 @@ class PrefillWorker(Scheduler[PrefillLeg]):
         leg = self.legs.get(message.handoff_id)
         if leg is not None:
             self._reserved(leg, message)
+            self.say_kept_waiting(leg, "hop.publish", arrived_ns)
         elif self.legs.past(message.handoff_id) is not None:
             self.ignore("late", message)
         else:
@@ -200,9 +201,13 @@ class PrefillWorker(Scheduler[PrefillLeg]):
             self.ignore("duplicate", message)
         else:
             leg.jobs_done.add(message.index)
-            if leg.state is _S.SENDING and leg.all_copied:
+            if leg.state is not _S.SENDING:
+                return
+            if leg.all_copied:
                 leg.ending = self.completed()
                 self._close(leg)
+            else:
+                self._say_held(leg)
 
     def _copy_failed(self, message: CopyFailed) -> None:
         if message.reason == Reason.UNKNOWN_POOL:
@@ -249,7 +254,7 @@ class PrefillWorker(Scheduler[PrefillLeg]):
         return PrefillSnapshot(
             running=tuple(prompt for _, prompt in running),
             queue=tuple(queue),
-            pages=self.page_budget(self._prompts.num_available, lambda leg: leg.num_pages),
+            pages=self.page_budget(self._prompts.num_available),
             budget=self.settings.prefill_budget,
         )
 
@@ -280,12 +285,14 @@ class PrefillWorker(Scheduler[PrefillLeg]):
                 leg.started = self._steps
                 leg.advance(_S.RUNNING, begun_ns)
             self._observer.chunk_started(leg, leg.num_chunks, len(chunk.token_ids), begun_ns)
+        tokens = [len(chunk.token_ids) for chunk in work]
         try:
             sampled = self.engine.prefill(work)
         except Exception as error:  # the batch's requests fail, the loop goes on
+            self.ran(StepKind.PREFILL, batch, tokens, begun_ns)
             self.fail_step(batch, error)
             return
-        ended_ns = self._clock()
+        _, ended_ns = self.ran(StepKind.PREFILL, batch, tokens, begun_ns)
         for leg, chunk, token_id in zip(batch, work, sampled, strict=True):
             self._observer.chunk_finished(leg, leg.num_chunks, ended_ns)
             leg.num_chunks += 1
@@ -307,6 +314,17 @@ class PrefillWorker(Scheduler[PrefillLeg]):
             self._hand_over(leg, leg.token_id, now_ns)
             if leg.ending is None:
                 self._copy(leg, leg.num_pages, last=True)
+
+    def _say_held(self, leg: PrefillLeg) -> None:
+        """Source pages stay taken until the copies that are open have read them."""
+        self._observer.cause(
+            leg,
+            "prefill.hold",
+            WaitReason.COPY_QUEUE,
+            self._clock(),
+            needed=leg.num_jobs - len(leg.jobs_done),
+            limit=leg.num_jobs,
+        )
 
     def _hand_over(self, leg: PrefillLeg, token_id: int, now_ns: int) -> None:
         sent = self.send(
@@ -366,6 +384,8 @@ class PrefillWorker(Scheduler[PrefillLeg]):
         leg.pages_sent = end_page
         leg.num_jobs += 1
         leg.last_job_sent = last
+        if last:
+            self._say_held(leg)
 
     # -- end ----------------------------------------------------------------------------------
 
@@ -398,6 +418,10 @@ class PrefillWorker(Scheduler[PrefillLeg]):
             self.cache.unlock(leg.match)
 
     # -- publish ------------------------------------------------------------------------------
+
+    def pages_held(self, leg: PrefillLeg) -> int:
+        """Pages of the pool that `leg` keeps from others."""
+        return leg.num_pages
 
     def report(self) -> WorkerLoad:
         """Set the gauges and return what routing looks at."""

@@ -19,8 +19,8 @@ def offer_all(admission: FifoAdmission, *queue: Candidate) -> list[str]:
     return [c.request_id for i, c in enumerate(queue) if admission.offer(c, i)]
 
 
-def pages(free: int, *, holder: str | None = None) -> PageBudget:
-    return PageBudget(free=free, total=10, holder=holder)
+def pages(free: int) -> PageBudget:
+    return PageBudget(free=free, total=10)
 
 
 def test_pages_go_in_order_while_they_last() -> None:
@@ -33,17 +33,17 @@ def test_pages_go_in_order_while_they_last() -> None:
 
 
 def test_small_request_passes_one_that_lacks_pages() -> None:
-    admission = FifoAdmission(pages(3, holder="x"))
+    admission = FifoAdmission(pages(3))
     assert offer_all(admission, candidate("big", 9), candidate("small", 2)) == ["small"]
     assert admission.passes == {"h-big": 1}
     (wait,) = admission.waits
-    assert (wait.reason, wait.needed, wait.free, wait.limit, wait.position, wait.blocker) == (
+    assert (wait.reason, wait.needed, wait.free, wait.limit, wait.position, wait.blockers) == (
         WaitReason.KV_PAGES,
         9,
         3,
         10,
         0,
-        "x",
+        (),
     )
 
 
@@ -51,9 +51,9 @@ def test_nobody_passes_a_request_that_was_passed_often_enough() -> None:
     admission = FifoAdmission(pages(3), max_passes=2)
     queue = [candidate("big", 9, passes=2), candidate("small", 1)]
     assert offer_all(admission, *queue) == []
-    assert [(w.reason, w.blocker) for w in admission.waits] == [
-        (WaitReason.KV_PAGES, None),
-        (WaitReason.HEAD_OF_LINE, "big"),
+    assert [(w.reason, w.blockers) for w in admission.waits] == [
+        (WaitReason.KV_PAGES, ()),
+        (WaitReason.HEAD_OF_LINE, ("big",)),
     ]
 
 

@@ -29,8 +29,8 @@ def plan(
     slots: int = 8,
     total: int = 20,
 ) -> PagePlan:
-    budget = PageBudget(free=free, total=total, holder="r-holder")
-    return plan_pages(tuple(running), tuple(preempted), budget, slots=slots)
+    budget = PageBudget(free=free, total=total)
+    return plan_pages(tuple(running), tuple(preempted), budget, slots=slots, max_running=8)
 
 
 def lost(result: PagePlan) -> list[tuple[str, str]]:
@@ -76,9 +76,11 @@ def test_sequences_come_back_in_order_of_admission() -> None:
 def test_nobody_comes_back_before_an_earlier_one() -> None:
     result = plan([], [out("a", 9), out("b", 1)], free=6)
     assert result.resume == ()
-    assert [(w.handoff_id, w.reason, w.needed, w.free, w.position) for w in result.waits] == [
-        ("a", WaitReason.KV_PAGES, 9, 6, 0),
-        ("b", WaitReason.KV_PAGES, 1, 6, 1),
+    assert [
+        (w.handoff_id, w.reason, w.needed, w.free, w.position, w.blockers) for w in result.waits
+    ] == [
+        ("a", WaitReason.KV_PAGES, 9, 6, 0, ()),
+        ("b", WaitReason.HEAD_OF_LINE, None, None, 1, ("r-a",)),
     ]
 
 
@@ -92,7 +94,12 @@ def test_coming_back_needs_a_slot() -> None:
     result = plan([run("a", 2)], [out("b", 1)], free=9, slots=0)
     assert result.resume == ()
     (wait,) = result.waits
-    assert (wait.reason, wait.needed, wait.free, wait.blocker) == (WaitReason.SLOTS, 1, 0, "r-a")
+    assert (wait.reason, wait.needed, wait.free, wait.blockers) == (
+        WaitReason.SLOTS,
+        1,
+        0,
+        ("r-a",),
+    )
 
 
 def test_nobody_comes_back_in_a_turn_in_which_somebody_goes() -> None:

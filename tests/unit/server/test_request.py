@@ -17,7 +17,7 @@ from server.config import Deadlines
 from server.decode.leg import DecodeLeg
 from server.engine.base import SamplingParams
 from server.faults import FaultHolds
-from server.generation import Generation, StopRules
+from server.output import Generation, StopRules
 from server.prefill.leg import PrefillLeg
 from server.request import (
     COLOCATED_INFO,

@@ -41,7 +41,7 @@ def plan(*, free: int = 100, chunked: bool = True, **parts: Any) -> ColocatedPla
     }
     return plan_colocated(
         ColocatedSnapshot(
-            pages=PageBudget(free=free, total=100, holder="r-holder"),
+            pages=PageBudget(free=free, total=100),
             chunked=chunked,
             **arguments,
         )
@@ -52,8 +52,8 @@ def chunks(result: ColocatedPlan) -> list[tuple[str, int]]:
     return [(chunk.handoff_id, chunk.tokens) for chunk in result.chunks]
 
 
-def waits(result: ColocatedPlan) -> list[tuple[str, WaitReason, str | None]]:
-    return [(w.handoff_id, w.reason, w.blocker) for w in result.waits]
+def waits(result: ColocatedPlan) -> list[tuple[str, WaitReason, tuple[str, ...]]]:
+    return [(w.handoff_id, w.reason, w.blockers) for w in result.waits]
 
 
 def test_chunked_prompt_gets_what_the_batch_leaves_of_the_budget() -> None:
@@ -77,7 +77,7 @@ def test_unchunked_prompts_share_a_step_up_to_the_budget() -> None:
     queue = [queued("a", 3), queued("b", 5), queued("c", 1)]
     result = plan(chunked=False, queue=queue)
     assert chunks(result) == [("a", 3), ("b", 5)]
-    assert waits(result) == [("c", WaitReason.TOKEN_BUDGET, "r-a")]
+    assert waits(result) == [("c", WaitReason.TOKEN_BUDGET, ("r-b", "r-a"))]
 
 
 def test_unchunked_prompt_longer_than_the_budget_runs_alone_and_is_not_passed() -> None:
@@ -85,15 +85,15 @@ def test_unchunked_prompt_longer_than_the_budget_runs_alone_and_is_not_passed() 
     result = plan(chunked=False, queue=queue)
     assert chunks(result) == [("a", 3)]
     assert waits(result) == [
-        ("long", WaitReason.TOKEN_BUDGET, "r-a"),
-        ("c", WaitReason.TOKEN_BUDGET, "r-a"),
+        ("long", WaitReason.TOKEN_BUDGET, ("r-a",)),
+        ("c", WaitReason.TOKEN_BUDGET, ("r-a",)),
     ]
 
 
 def test_batch_runs_when_no_prompt_can_start() -> None:
     result = plan(chunked=False, running=[running("x")], queue=[queued("a", 3, pages=500)], free=5)
     assert (result.decode, chunks(result)) == (True, [])
-    assert waits(result) == [("a", WaitReason.KV_PAGES, "r-holder")]
+    assert waits(result) == [("a", WaitReason.KV_PAGES, ())]
 
 
 @pytest.mark.parametrize("chunked", [True, False])
@@ -102,20 +102,20 @@ def test_prompt_needs_a_slot(chunked: bool) -> None:
         chunked=chunked, running=[running("x")], occupied=1, queue=[queued("a", 3)], max_running=2
     )
     assert result.start == ()
-    assert waits(result) == [("a", WaitReason.SLOTS, "r-x")]
+    assert waits(result) == [("a", WaitReason.SLOTS, ("r-x",))]
 
 
 def test_no_prompt_starts_while_a_preempted_sequence_waits() -> None:
     gone = PreemptedSequence(handoff_id="p", request_id="r-p", pages=200)
     result = plan(preempted=[gone], queue=[queued("a", 3)])
     assert result.start == ()
-    assert ("a", WaitReason.HEAD_OF_LINE, "r-p") in waits(result)
+    assert ("a", WaitReason.HEAD_OF_LINE, ("r-p",)) in waits(result)
 
 
 def test_held_prompt_waits_as_injected_and_is_passed() -> None:
     result = plan(queue=[queued("held", 3, held=True), queued("b", 2)])
     assert result.start == ("b",)
-    assert waits(result) == [("held", WaitReason.INJECTED, None)]
+    assert waits(result) == [("held", WaitReason.INJECTED, ())]
 
 
 @given(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdtrace.stages import Mark, Role, WaitReason
+from pdtrace.stages import GapCause, Mark, Role
 from server.config import Deadlines, Settings
 from server.engine.base import SamplingParams
 from server.wire.messages import Abort
@@ -110,9 +110,9 @@ def test_unchunked_prompt_delays_running_sequences_and_is_named(make_cluster: Ma
     cluster.settle()
     records = [record for record in cluster.marks(Role.WORKER) if record.key == 1]
     gaps = [r.values for r in records if r.mark is Mark.TOKEN_GAP]
-    assert [(gap[1], gap[2]) for gap in gaps] == [(0.2, WaitReason.WORKER_BUSY)]
-    blamed = [r.values for r in records if r.mark is Mark.WAITING and r.values[0] == "decode.gap"]
-    assert [(wait[1], wait[6]) for wait in blamed] == [(WaitReason.WORKER_BUSY, "r2")]
+    assert [(gap[1], gap[2], gap[3], gap[6]) for gap in gaps] == [
+        (0.2, GapCause.INTERFERING_PREFILL, 0.1, "r2")
+    ]
 
 
 @pytest.mark.parametrize("chunked", [True, False])

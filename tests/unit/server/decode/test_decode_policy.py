@@ -40,15 +40,15 @@ def plan(*, free: int = 10, pages_new: int | None = None, **parts: Any) -> Decod
     }
     return plan_decode(
         DecodeSnapshot(
-            pages=PageBudget(free=free, total=20, holder="r-holder"),
+            pages=PageBudget(free=free, total=20),
             pages_new=free if pages_new is None else pages_new,
             **arguments,
         )
     )
 
 
-def waits(result: DecodePlan) -> list[tuple[str, WaitReason, int | None, str | None]]:
-    return [(w.handoff_id, w.reason, w.needed, w.blocker) for w in result.waits]
+def waits(result: DecodePlan) -> list[tuple[str, WaitReason, int | None, tuple[str, ...]]]:
+    return [(w.handoff_id, w.reason, w.needed, w.blockers) for w in result.waits]
 
 
 def test_request_gets_its_pages_when_they_are_free() -> None:
@@ -56,16 +56,16 @@ def test_request_gets_its_pages_when_they_are_free() -> None:
     assert (result.reserve, result.waits) == (("a",), ())
 
 
-def test_request_without_pages_says_how_many_and_who_holds_them() -> None:
+def test_request_without_pages_says_how_many_are_missing() -> None:
     result = plan(reserving=[reserving("a", 11)])
     assert result.reserve == ()
     (wait,) = result.waits
-    assert (wait.reason, wait.needed, wait.free, wait.limit, wait.blocker) == (
+    assert (wait.reason, wait.needed, wait.free, wait.limit, wait.blockers) == (
         WaitReason.KV_PAGES,
         11,
         10,
         20,
-        "r-holder",
+        (),
     )
 
 
@@ -85,7 +85,7 @@ def test_landed_sequences_take_the_free_slots_in_order() -> None:
         landed=[landed("a"), landed("b"), landed("c")], running=[running("x")], max_running=3
     )
     assert result.admit == ("a", "b")
-    assert waits(result) == [("c", WaitReason.SLOTS, 1, "r-x")]
+    assert waits(result) == [("c", WaitReason.SLOTS, 1, ("r-x",))]
     assert (result.waits[0].free, result.waits[0].limit, result.waits[0].position) == (0, 3, 2)
 
 
@@ -96,7 +96,7 @@ def test_sequence_that_commits_holds_a_slot() -> None:
 def test_held_sequence_takes_no_slot() -> None:
     result = plan(landed=[landed("a", held=True), landed("b")], max_running=1)
     assert result.admit == ("b",)
-    assert waits(result) == [("a", WaitReason.INJECTED, None, None)]
+    assert waits(result) == [("a", WaitReason.INJECTED, None, ())]
 
 
 def test_preempted_sequence_comes_before_landed_and_reserving_ones() -> None:
@@ -112,7 +112,7 @@ def test_preempted_sequence_comes_before_landed_and_reserving_ones() -> None:
 def test_nobody_reserves_while_a_preempted_sequence_waits_for_pages() -> None:
     result = plan(preempted=[preempted("p", 11)], reserving=[reserving("b", 1)])
     assert result.reserve == ()
-    assert ("b", WaitReason.HEAD_OF_LINE, 1, "r-p") in waits(result)
+    assert ("b", WaitReason.HEAD_OF_LINE, None, ("r-p",)) in waits(result)
 
 
 def test_landed_sequence_may_run_while_a_preempted_one_waits_for_pages() -> None:
@@ -124,7 +124,7 @@ def test_pages_that_a_fault_holds_are_for_running_sequences_only() -> None:
         free=6, pages_new=0, running=[running("x", grow=1)], reserving=[reserving("a", 1)]
     )
     assert result.pages.grow == ("x",)
-    assert waits(result) == [("a", WaitReason.KV_PAGES, 1, "r-holder")]
+    assert waits(result) == [("a", WaitReason.KV_PAGES, 2, ())]  # one stays free for x
     assert result.waits[0].free == 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from pdtrace.stages import Mark, Role, WaitReason
+from pdtrace.stages import GapCause, Mark, Role, WaitReason
 from server.config import Deadlines, Settings
 from server.engine.base import DecodeSlot, SamplingParams
 from server.request import DecodeState
@@ -119,7 +119,7 @@ def test_request_waits_for_pages_and_says_who_holds_them(make_cluster: MakeClust
     cluster.run_for(3)
     second = cluster.submit(prompt(24))
     cluster.settle()
-    assert ("decode.reserve", WaitReason.KV_PAGES, 6, 4, 12, 0, "r1") in waits(cluster)
+    assert ("decode.reserve", WaitReason.KV_PAGES, 6, 4, 12, 0, "r1", None) in waits(cluster)
     assert cluster.results[second].tokens == cluster.expected(prompt(24), 4)
 
 
@@ -194,7 +194,10 @@ def test_token_that_comes_late_is_marked_with_its_cause(make_cluster: MakeCluste
     cluster.submit(prompt(4), max_tokens=3)
     cluster.settle()
     gaps = [r.values for r in cluster.marks(Role.DECODE) if r.mark is Mark.TOKEN_GAP]
-    assert gaps == [(1, 0.3, WaitReason.WORKER_BUSY), (2, 0.3, WaitReason.WORKER_BUSY)]
+    assert gaps == [
+        (1, 0.3, GapCause.BATCH_GROWTH, 0.3, 1, 1, None),
+        (2, 0.3, GapCause.BATCH_GROWTH, 0.3, 2, 1, None),
+    ]
 
 
 def test_gap_of_a_preempted_sequence_is_blamed_on_preemption(make_cluster: MakeCluster) -> None:
@@ -207,7 +210,7 @@ def test_gap_of_a_preempted_sequence_is_blamed_on_preemption(make_cluster: MakeC
     assert preempted
     for records in preempted:
         gaps = [r.values[2] for r in records if r.mark is Mark.TOKEN_GAP]
-        assert WaitReason.PREEMPTED in gaps
+        assert GapCause.PREEMPTION in gaps
 
 
 def test_handoff_of_another_history_fails_both_legs(make_cluster: MakeCluster) -> None:

@@ -38,7 +38,7 @@ def plan(
         PrefillSnapshot(
             running=tuple(runs or ()),
             queue=tuple(queue or ()),
-            pages=PageBudget(free=free, total=100, holder="r-holder"),
+            pages=PageBudget(free=free, total=100),
             budget=budget,
         )
     )
@@ -48,8 +48,8 @@ def chunks(result: PrefillPlan) -> list[tuple[str, int]]:
     return [(chunk.handoff_id, chunk.tokens) for chunk in result.chunks]
 
 
-def waits(result: PrefillPlan) -> list[tuple[str, WaitReason, int | None, str | None]]:
-    return [(w.handoff_id, w.reason, w.needed, w.blocker) for w in result.waits]
+def waits(result: PrefillPlan) -> list[tuple[str, WaitReason, int | None, tuple[str, ...]]]:
+    return [(w.handoff_id, w.reason, w.needed, w.blockers) for w in result.waits]
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (7, 7), (8, 8), (9, 8), (80, 8)])
@@ -67,33 +67,33 @@ def test_budget_is_shared_in_order_and_the_last_gets_what_is_left() -> None:
     result = plan([running("a", 3)], [queued("b", 4), queued("c", 5), queued("d", 1)])
     assert chunks(result) == [("a", 3), ("b", 4), ("c", 1)]
     assert result.start == ("b", "c")
-    assert waits(result) == [("d", WaitReason.TOKEN_BUDGET, 1, "r-a")]
+    assert waits(result) == [("d", WaitReason.TOKEN_BUDGET, 1, ("r-b", "r-a", "r-c"))]
     assert (result.waits[0].free, result.waits[0].limit, result.waits[0].position) == (0, 8, 2)
 
 
 def test_running_prompt_goes_before_queued_ones() -> None:
     result = plan([running("long", 50)], [queued("short", 1)])
     assert chunks(result) == [("long", 8)]
-    assert waits(result) == [("short", WaitReason.TOKEN_BUDGET, 1, "r-long")]
+    assert waits(result) == [("short", WaitReason.TOKEN_BUDGET, 1, ("r-long",))]
 
 
 def test_running_prompt_without_tokens_left_in_the_budget_says_who_took_them() -> None:
     result = plan([running("a", 8), running("b", 2)])
-    assert waits(result) == [("b", WaitReason.TOKEN_BUDGET, 2, "r-a")]
+    assert waits(result) == [("b", WaitReason.TOKEN_BUDGET, 2, ("r-a",))]
 
 
 def test_prompt_without_pages_waits_and_a_small_one_passes() -> None:
     result = plan(queue=[queued("big", 4, pages=9), queued("small", 2, pages=1)], free=3)
     assert result.start == ("small",)
     assert result.passes == {"big": 1}
-    assert waits(result) == [("big", WaitReason.KV_PAGES, 9, "r-holder")]
+    assert waits(result) == [("big", WaitReason.KV_PAGES, 9, ())]
 
 
 def test_held_prompt_waits_as_injected_even_when_the_budget_is_spent() -> None:
     result = plan([running("a", 8)], [queued("held", 1, held=True), queued("b", 1)])
     assert waits(result) == [
-        ("b", WaitReason.TOKEN_BUDGET, 1, "r-a"),
-        ("held", WaitReason.INJECTED, None, None),
+        ("b", WaitReason.TOKEN_BUDGET, 1, ("r-a",)),
+        ("held", WaitReason.INJECTED, None, ()),
     ]
 
 

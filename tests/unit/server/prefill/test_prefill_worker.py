@@ -341,7 +341,7 @@ def test_short_prompt_behind_a_long_one_says_who_is_in_its_way(make_cluster: Mak
     cluster.submit(prompt(2))
     cluster.settle()
     waits = [r.values for r in cluster.marks(Role.PREFILL) if r.mark is Mark.WAITING]
-    assert ("prefill.queue", WaitReason.TOKEN_BUDGET, 2, 0, BUDGET, 0, "r1") in waits
+    assert ("prefill.queue", WaitReason.TOKEN_BUDGET, 2, 0, BUDGET, 0, "r1", None) in waits
 
 
 def test_request_of_a_closed_handoff_is_ignored(make_cluster: MakeCluster) -> None:

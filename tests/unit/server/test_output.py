@@ -6,7 +6,7 @@ import pytest
 
 from server.engine.base import SamplingParams
 from server.fake_tokenizer import FakeTokenizer
-from server.generation import Generation, StopRules
+from server.output import Generation, StopRules
 
 EOS = 256
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pdtrace.stages import WaitReason
 from server.detokenize import IncrementalDetokenizer, StopMatcher, TokenBytes
 from server.engine.base import SamplingParams
 
@@ -59,14 +58,13 @@ class Generation:
     prompt_len     tokens of the prompt; their KV is in the pages before the first commit
     num_tokens     output tokens committed
     last_token_id  the latest of them; its own KV is written by the next step
+    last_ns        when it was committed, CLOCK_MONOTONIC nanoseconds
     finish_reason  set with the last token
-    gap_cause      why the next token will be late, when the scheduler did it itself
     """
 
     __slots__ = (
         "_rules",
         "finish_reason",
-        "gap_cause",
         "last_ns",
         "last_token_id",
         "num_tokens",
@@ -81,7 +79,6 @@ class Generation:
         self.last_token_id = -1
         self.last_ns = 0
         self.finish_reason: str | None = None
-        self.gap_cause: WaitReason | None = None
         self._rules = rules
 
     @property
