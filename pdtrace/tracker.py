@@ -36,6 +36,7 @@ from pdtrace.open_requests import (
     plan_of,
 )
 from pdtrace.progress import Progress
+from pdtrace.propagation import RequestContext
 from pdtrace.ring.records import (
     EndRecord,
     MarkRecord,
@@ -223,6 +224,20 @@ class RequestTracker:
     def open_ids(self) -> list[str]:
         """Request ids of what is in flight, oldest first; callers may have used one twice."""
         return [request.context.request_id for request in self._open.values()]
+
+    def held_in(self, ring: str) -> list[str]:
+        """Ids of the requests in flight that a ring's process has not let go of."""
+        legs = [leg for leg in self._rings[ring].keys.values() if leg is not None]
+        return [self._open[leg.root].context.request_id for leg in legs]
+
+    def attempt_at(self, ring: str, key: int) -> tuple[RequestContext, str] | None:
+        """The request in flight and the attempt's span id that a key of a ring stands for."""
+        leg = self._rings[ring].keys.get(key)
+        if leg is None:
+            return None
+        request = self._open[leg.root]
+        ids = (request.ids or {}).get(leg.attempt)
+        return request.context, request.context.attempt_span_id if ids is None else ids.span_id
 
     def in_flight(self, now_ns: int) -> list[InFlight]:
         """Every request in flight as it stands, oldest first.
