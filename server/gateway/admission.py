@@ -7,9 +7,11 @@ Everything happens on one event loop, so nothing is locked.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
+from pdtrace.recorder import MAX_BLOCKERS
 from server.errors import IntegrityError, Overloaded
 
 QUEUE_FULL = "queue_full"
@@ -21,12 +23,12 @@ class QueuePlace:
 
     position   requests ahead of it in the queue
     limit      requests worked on at once
-    blocker    request id of the longest-running one
+    blockers   request ids of the longest-running ones, at most MAX_BLOCKERS
     """
 
     position: int
     limit: int
-    blocker: str | None
+    blockers: tuple[str, ...]
 
 
 class Admission:
@@ -71,13 +73,21 @@ class Admission:
                 status=429,
                 code=QUEUE_FULL,
             )
-        place = QueuePlace(
-            position=len(self._waiting),
-            limit=self._max_concurrency,
-            blocker=next(iter(self._admitted.values()), None),
-        )
+        place = self._place(len(self._waiting), self._longest_running())
         self._waiting[key] = (request_id, on_admitted)
         return place
+
+    def places(self) -> Iterator[tuple[str, QueuePlace]]:
+        """Where each waiting request stands, by key."""
+        blockers = self._longest_running()
+        for position, key in enumerate(self._waiting):
+            yield key, self._place(position, blockers)
+
+    def _place(self, position: int, blockers: tuple[str, ...]) -> QueuePlace:
+        return QueuePlace(position=position, limit=self._max_concurrency, blockers=blockers)
+
+    def _longest_running(self) -> tuple[str, ...]:
+        return tuple(islice(self._admitted.values(), MAX_BLOCKERS))
 
     def release(self, key: str) -> None:
         """Give a place back, or leave the queue; unknown keys do nothing."""

@@ -32,7 +32,7 @@ from server.errors import (
     RequestError,
     WorkerLost,
 )
-from server.gateway.admission import Admission
+from server.gateway.admission import Admission, QueuePlace
 from server.gateway.attempts import Admitted, Attempt, Event, failure_of
 from server.gateway.call import NS_PER_S, Call
 from server.gateway.cluster import Cluster, Mail
@@ -108,6 +108,7 @@ class Gateway:
         self._tokenizer = tokenizer
         self._encoder = PromptEncoder(tokenizer)
         self._calls: set[Call] = set()
+        self._queued: dict[str, Call] = {}  # those without a place, by admission key
         self._no_calls = asyncio.Event()
         self._no_calls.set()
 
@@ -116,8 +117,13 @@ class Gateway:
         return not self.stopping and self.cluster.num_pairs() > 0
 
     def tick(self) -> None:
-        """Notice who died, and say in the ring that this loop goes round. Every `heartbeat_s`."""
+        """Notice who died; say in the ring that this loop goes round, and where in the queue each
+        waiting request stands. Every `heartbeat_s`."""
         self.cluster.bury_dead()
+        for key, place in self.admission.places():
+            call = self._queued.get(key)
+            if call is not None:
+                _record_place(call, place)
         self._recorder.gauge(Gauge.LAST_PROGRESS_NS, time.monotonic_ns())
         self._recorder.gauge(Gauge.IN_FLIGHT, self.admission.in_flight)
         self._recorder.gauge(Gauge.WAITING, self.admission.waiting)
@@ -247,16 +253,12 @@ class Gateway:
                 lambda: call.mailbox.put(Admitted()),
             )
             if place is not None:
-                call.trace.wait(
-                    "gateway.queue",
-                    WaitReason.CONCURRENCY,
-                    needed=1,
-                    free=0,
-                    limit=place.limit,
-                    position=place.position,
-                    blocker=place.blocker,
-                )
-                await call.mailbox.take()
+                _record_place(call, place)
+                self._queued[call.admission_key] = call
+                try:
+                    await call.mailbox.take()
+                finally:
+                    del self._queued[call.admission_key]
             if self.cluster.num_pairs() == 0:
                 call.trace.wait("gateway.queue", WaitReason.NO_WORKER, needed=1, free=0)
                 await self.cluster.wait_for_pair(call.mailbox)
@@ -454,6 +456,18 @@ def _mode(settings: Settings) -> Mode:
     if settings.mode == COLOCATED:
         return Mode.COLOCATED
     return Mode.PD_EARLY if settings.first_token == PREFILL_FORWARDS else Mode.PD
+
+
+def _record_place(call: Call, place: QueuePlace) -> None:
+    call.trace.wait(
+        "gateway.queue",
+        WaitReason.CONCURRENCY,
+        needed=1,
+        free=0,
+        limit=place.limit,
+        position=place.position,
+        blocker=place.blockers,
+    )
 
 
 def _shutting_down() -> Overloaded:

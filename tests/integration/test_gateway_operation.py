@@ -56,7 +56,7 @@ async def test_full_queue_is_429_with_retry_after(tmp_path: Path) -> None:
     assert int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["code"] == "queue_full"
     assert rejected[:4] == (Outcome.REJECTED, "queue_full", "gateway", 429)
-    assert wait == ("gateway.queue", WaitReason.CONCURRENCY, 1, 0, 1, 0, "first")
+    assert wait == ("gateway.queue", WaitReason.CONCURRENCY, 1, 0, 1, 0, "first", None)
 
 
 async def test_long_wait_for_a_place_is_503(tmp_path: Path) -> None:

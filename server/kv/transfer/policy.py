@@ -11,6 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pdtrace.recorder import MAX_BLOCKERS
+from pdtrace.stages import WaitReason
+
+COPIES_PER_ROUTE = 1
+"""Copies that run at once on a route: each gets all of its bandwidth."""
+
 
 class JobView(NamedTuple):
     """A copy job as the policy sees it.
@@ -29,15 +35,18 @@ class JobView(NamedTuple):
 class JobWait(NamedTuple):
     """Why the first waiting job of a handoff does not start.
 
-    held       a fault holds it; then nothing else is said
-    position   jobs of other requests ahead of it on its route
-    blocker    request id of the first of them
+    reason     INJECTED: a fault holds it; then nothing else is said
+               BANDWIDTH: it is next, and the copies that run use its route: maybe its own earlier
+               one, which is no request in the way
+               COPY_QUEUE: other jobs are to start before it
+    position   jobs of other requests ahead of it on its route, those that run included
+    blockers   their request ids, in order of the jobs, at most MAX_BLOCKERS
     """
 
     handoff_id: str
-    held: bool
-    position: int = 0
-    blocker: str | None = None
+    reason: WaitReason
+    position: int | None = None
+    blockers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,9 @@ def plan_copies(waiting: Sequence[JobView], running: Sequence[JobView], now_ns: 
     start: list[JobView] = []
     waits: list[JobWait] = []
     busy = {job.route for job in running}
-    with_earlier = {job.handoff_id for job in running}
+    copying = {job.handoff_id for job in running}
+    with_earlier: set[str] = set()
+    queued: set[str | None] = set()  # routes with jobs that wait
     held: set[str] = set()
     ahead: dict[str | None, list[JobView]] = {}
     for job in running:
@@ -70,16 +81,20 @@ def plan_copies(waiting: Sequence[JobView], running: Sequence[JobView], now_ns: 
             continue
         if job.held_until_ns > now_ns:
             held.add(job.handoff_id)
-            waits.append(JobWait(job.handoff_id, held=True))
+            waits.append(JobWait(job.handoff_id, WaitReason.INJECTED))
             continue
         with_earlier.add(job.handoff_id)
-        if job.route not in busy:
+        if job.handoff_id in copying:
+            waits.append(JobWait(job.handoff_id, WaitReason.BANDWIDTH, 0))
+            queued.add(job.route)
+        elif job.route not in busy:
             busy.add(job.route)
             start.append(job)
         else:
-            others = [other for other in on_route if other.request_id != job.request_id]
-            if others:
-                blocker = others[0].request_id
-                waits.append(JobWait(job.handoff_id, False, len(others), blocker))
+            reason = WaitReason.COPY_QUEUE if job.route in queued else WaitReason.BANDWIDTH
+            others = [other.request_id for other in on_route if other.handoff_id != job.handoff_id]
+            blockers = tuple(dict.fromkeys(others))[:MAX_BLOCKERS]
+            waits.append(JobWait(job.handoff_id, reason, len(others), blockers))
+            queued.add(job.route)
         on_route.append(job)
     return CopyPlan(tuple(start), tuple(waits), min(holds, default=None))

@@ -31,7 +31,7 @@ from server.kv.transfer.base import (
     TransferError,
 )
 from server.kv.transfer.jobs import Job, JobTable, TransferHandoff
-from server.kv.transfer.policy import CopyPlan, JobView, plan_copies
+from server.kv.transfer.policy import COPIES_PER_ROUTE, CopyPlan, JobView, plan_copies
 from server.kv.transfer.shm import ShmTransfer
 from server.kv.transfer.tcp import TcpTransfer
 from server.recording import open_recorder, process_clock, record_round_trip
@@ -225,14 +225,17 @@ class TransferWorker:
         for wait in plan.waits:
             handoff = self.jobs.get(wait.handoff_id)
             assert handoff is not None
-            if wait.held:
-                handoff.trace.wait(_QUEUE_STAGE, WaitReason.INJECTED, at_ns=now_ns)
+            if wait.reason is WaitReason.INJECTED:
+                handoff.trace.wait(_QUEUE_STAGE, wait.reason, at_ns=now_ns)
             else:
                 handoff.trace.wait(
                     _QUEUE_STAGE,
-                    WaitReason.COPY_QUEUE,
+                    wait.reason,
+                    needed=1,
+                    free=0,
+                    limit=COPIES_PER_ROUTE,
                     position=wait.position,
-                    blocker=wait.blocker,
+                    blocker=wait.blockers,
                     at_ns=now_ns,
                 )
 

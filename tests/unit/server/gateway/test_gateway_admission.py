@@ -20,7 +20,7 @@ def test_places_are_taken_then_waited_for_then_refused() -> None:
     assert admission.enter("a", "req-a", unexpected) is None
     place = admission.enter("b", "req-b", lambda: told.append("b"))
     assert place is not None
-    assert (place.position, place.limit, place.blocker) == (0, 1, "req-a")
+    assert (place.position, place.limit, place.blockers) == (0, 1, ("req-a",))
     with pytest.raises(Overloaded) as refusal:
         admission.enter("c", "req-c", unexpected)
     assert (refusal.value.http_status, refusal.value.code) == (429, "queue_full")

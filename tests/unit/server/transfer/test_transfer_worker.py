@@ -258,8 +258,8 @@ def test_handoffs_take_turns_in_order_of_arrival_and_say_who_is_ahead(make_rig: 
     )
     waits = [values for mark, values in rig.marks() if mark is Mark.WAITING]
     assert waits == [
-        ("transfer.queue", WaitReason.COPY_QUEUE, None, None, None, 1, "req-a", None),
-        ("transfer.queue", WaitReason.COPY_QUEUE, None, None, None, 3, "req-a", None),
+        ("transfer.queue", WaitReason.BANDWIDTH, 1, 0, 1, 1, "req-a", None),
+        ("transfer.queue", WaitReason.COPY_QUEUE, 1, 0, 1, 3, "req-a", "req-a\x1freq-b"),
     ]
     for _ in range(4):
         rig.clock.advance(s=1)
