@@ -12,9 +12,6 @@ from typing import NamedTuple
 from pdtrace.collected import Process
 from pdtrace.offsets import ClockOffsets
 
-_ROUNDS = 2
-"""Looks at a peer's estimate, whose time is known only through the offset that is sought."""
-
 
 class Alignment(NamedTuple):
     """What to add to a process's monotonic times; `error_ns` is None where no bound is known."""
@@ -48,14 +45,9 @@ def align(
         if found is not None:
             best = _better(best, Alignment(found.offset_ns, found.error_ns))
     for clock in theirs:
-        offset_ns, error_ns = best
-        for _ in range(_ROUNDS):
-            found = clock.at(process.clock_id, t_ns + offset_ns)
-            if found is None:
-                break
-            offset_ns, error_ns = -found.offset_ns, found.error_ns
-        else:
-            best = _better(best, Alignment(offset_ns, error_ns))
+        found = clock.back(process.clock_id, t_ns)
+        if found is not None:
+            best = _better(best, Alignment(found.offset_ns, found.error_ns))
     return best
 
 

@@ -1,4 +1,4 @@
-"""Marks of one finished request → its spans. Pure: no clock, no I/O, no OpenTelemetry.
+"""Marks of one request → its spans. Pure: no clock, no I/O, no OpenTelemetry.
 
 Owns the tree, alignment, waits, and what an outcome looks like on a span (ADR 001). What the marks
 mean is `pdtrace.evidence`; which stages exist is `pdtrace.stages`.
@@ -26,11 +26,12 @@ from pdtrace.evidence import (
     End,
     Evidence,
     Stamp,
+    blocker_names,
     derived_span_id,
     first_of,
 )
 from pdtrace.ring.records import Value
-from pdtrace.spans import AttrValue, Event, Link, Span, SpanKind
+from pdtrace.spans import AttrValue, Link, Span, SpanKind
 from pdtrace.stages import (
     ATTEMPT_SPAN,
     CHAINS,
@@ -43,6 +44,7 @@ from pdtrace.stages import (
     Mode,
     Outcome,
     Stage,
+    StepKind,
 )
 
 MAX_WAIT_EVENTS = 64
@@ -51,6 +53,7 @@ MAX_WAIT_EVENTS = 64
 MAX_BLOCKER_LINKS = 8
 
 _OUTCOME_ATTRS = frozenset({a.OUTCOME.key, a.OUTCOME_REASON.key, a.OUTCOME_BY.key})
+_STEPS_OF = {"prefill.compute": StepKind.PREFILL, "decode.generate": StepKind.DECODE}
 _CHUNK_ATTRS = {
     mark: next((i for i, attr in enumerate(spec.attrs) if attr is a.CHUNK_INDEX), None)
     for mark, spec in MARKS.items()
@@ -85,6 +88,8 @@ def assemble(request: CollectedRequest) -> list[Span]:
     The root and the attempts are built only where a gateway leg is present: elsewhere they belong
     to the gateway's host, and the stages name them as parents. Never raises on missing, repeated
     or disordered marks; what they make impossible stands in `pd.violation` or `pd.incomplete`.
+    Of a request in flight, what has not ended lasts until the instant of the look and says
+    `pd.open`.
     """
     if not any(leg.marks for leg in request.legs):
         return []
@@ -95,7 +100,8 @@ class _Assembly:
     def __init__(self, request: CollectedRequest) -> None:
         self.request = request
         self.evidence = evidence = Evidence(request)
-        self.anchor = evidence.reference.anchor
+        anchor = evidence.reference.anchor
+        self.wall_offset_ns = anchor.wall_ns - anchor.monotonic_ns
         self.mode = evidence.mode
         self.landing = _LANDING[self.mode]
         self.chain_names = _CHAIN_NAMES[self.mode]
@@ -114,17 +120,16 @@ class _Assembly:
         for attempt in self.evidence.attempts.values():
             self._land_attributes(attempt)
             self._attach_waits(attempt)
+            self._attach_steps(attempt)
+        self._attach_stuck()
         stages = [draft for drafts in self.drafts.values() for draft in drafts]
         stages.sort(key=attrgetter("begin_ns"))
         gateway = self.evidence.gateway
         if gateway is None:
-            return [draft.span(self.request, self.anchor) for draft in stages]
+            return [draft.span(self.request) for draft in stages]
         begun = [attempt for attempt in self.evidence.attempts.values() if attempt.has_begun]
         attempts = [self._attempt_draft(attempt, gateway) for attempt in begun]
-        return [
-            draft.span(self.request, self.anchor)
-            for draft in (self._root(gateway), *attempts, *stages)
-        ]
+        return [draft.span(self.request) for draft in (self._root(gateway), *attempts, *stages)]
 
     def _draft_chain(self, stage: Stage, attempt: Attempt) -> None:
         evidence = self.evidence
@@ -134,7 +139,7 @@ class _Assembly:
         finish = evidence.finish(stage, attempt)
         guilty = stage is attempt.active
         if finish is not None:
-            draft = self._draft(stage, attempt, finish.leg, begin.t_ns, finish.t_ns)
+            draft = self._draft(stage, attempt, finish.leg, begin, finish.t_ns, finish=finish)
             if guilty and attempt.failure is not None:
                 draft.conclude(attempt.failure, guilty=True)
             if stage.end is Mark.DECODE_FINISHED and evidence.overrun_ns:
@@ -143,8 +148,12 @@ class _Assembly:
             end = evidence.closing(stage, attempt, begin)
             if end is not None:
                 owner = self._owner(stage, end)
-                draft = self._draft(stage, attempt, owner, begin.t_ns, end.t_ns)
+                draft = self._draft(stage, attempt, owner, begin, end.t_ns)
                 draft.conclude(end, guilty=guilty)
+        elif evidence.is_going_on(stage, attempt):
+            end = evidence.given_up(stage, attempt, begin) or evidence.end
+            draft = self._draft(stage, attempt, self._owner(stage, end), begin, end.t_ns)
+            draft.conclude(end, guilty=True)
 
     def _draft_answer(self) -> None:
         """What the gateway still did after a request had failed: it waited for the legs to let go
@@ -177,13 +186,13 @@ class _Assembly:
         for (number, name), drafts in self.drafts.items():
             ends_with_answer = STAGE_BY_NAME[name].end is Mark.FIRST_TOKEN_SENT
             if name in self.chain_names and not (ends_with_answer and not self.evidence.streams):
-                chain_ends.update(draft.shown_end_ns(self.anchor) for draft in drafts)
+                chain_ends.update(draft.shown_end_ns for draft in drafts)
             else:
                 beside += ((number, draft) for draft in drafts)
         for number, draft in beside:
             draft.gap_ns = SIDE_GAP_NS
             draft.shown_until_ns = self.evidence.attempts[number].end.t_ns
-            while draft.shown_end_ns(self.anchor) in chain_ends:
+            while draft.shown_end_ns in chain_ends:
                 draft.gap_ns += CHAIN_GAP_NS
 
     def _owner(self, stage: Stage, end: End) -> Leg:
@@ -211,15 +220,18 @@ class _Assembly:
         closes = stage.repeats or self.mode is not Mode.COLOCATED
         for index, (begin, finish) in enumerate(_paired(begins, finishes)):
             end = None
-            if finish is None and closes and attempt.failure is not None:
-                end = self.evidence.closing(stage, attempt, begin)
+            if finish is None and closes:
+                if attempt.failure is not None:
+                    end = self.evidence.closing(stage, attempt, begin)
+                elif self.evidence.is_current(attempt):
+                    end = self.evidence.given_up(stage, attempt, begin) or self.evidence.end
             if finish is not None:
                 draft = self._draft(
-                    stage, attempt, finish.leg, begin.t_ns, finish.t_ns, index=index
+                    stage, attempt, finish.leg, begin, finish.t_ns, finish=finish, index=index
                 )
                 put_attributes(draft, finish)
             elif end is not None:
-                draft = self._draft(stage, attempt, begin.leg, begin.t_ns, end.t_ns, index=index)
+                draft = self._draft(stage, attempt, begin.leg, begin, end.t_ns, index=index)
                 draft.conclude(end, guilty=False)
             else:
                 continue
@@ -231,21 +243,23 @@ class _Assembly:
             length = stamp.value(a.GAP_SECONDS)
             seconds = length if isinstance(length, int | float) and length > 0 else 0.0
             begin_ns = stamp.t_ns - round(min(seconds, 1e9) * 1e9)
-            put_attributes(
-                self._draft(stage, attempt, stamp.leg, begin_ns, stamp.t_ns, index=index), stamp
-            )
+            draft = self._draft(stage, attempt, stamp.leg, begin_ns, stamp.t_ns, index=index)
+            put_attributes(draft, stamp)
+            draft.links += self._blocker_links([stamp])
 
     def _draft(
         self,
         stage: Stage,
         attempt: Attempt,
         leg: Leg,
-        begin_ns: int,
+        begin: Stamp | int,
         end_ns: int,
         *,
+        finish: Stamp | None = None,
         index: int = 0,
     ) -> Draft:
         in_chain = stage.name in self.chain_names
+        begin_ns = begin if isinstance(begin, int) else begin.t_ns
         draft = Draft(
             name=stage.name,
             span_id=derived_span_id(
@@ -256,15 +270,34 @@ class _Assembly:
             begin_ns=begin_ns,
             end_ns=max(end_ns, begin_ns),
             gap_ns=CHAIN_GAP_NS if in_chain else SIDE_GAP_NS,
+            wall_offset_ns=self.wall_offset_ns,
             kind=SpanKind.SERVER if stage.server else SpanKind.INTERNAL,
             attributes=self._identity(attempt),
         )
         draft.attributes[a.STAGE.key] = stage.name
         draft.attributes[a.STAGE_KIND.key] = stage.kind.value
         if end_ns < begin_ns:
-            draft.attributes[a.VIOLATION.key] = f"end mark {begin_ns - end_ns} ns before begin mark"
+            stamps = [stamp for stamp in (begin, finish) if isinstance(stamp, Stamp)]
+            self._flag_disorder(draft, begin_ns - end_ns, stamps)
+        if self.evidence.is_foreign(leg):
+            self._place_on_own_clock(draft)
         self.drafts.setdefault((attempt.number, stage.name), []).append(draft)
         return draft
+
+    def _flag_disorder(self, draft: Draft, by_ns: int, stamps: Sequence[Stamp]) -> None:
+        """An end before its begin is impossible, unless two clocks are that far from certain."""
+        doubt_ns = self.evidence.clock_doubt_ns(*stamps)
+        message = f"end mark {by_ns} ns before begin mark"
+        if doubt_ns is None:
+            draft.attributes[a.VIOLATION.key] = f"{message}, on clocks whose error is not known"
+        elif by_ns > doubt_ns:
+            doubt = f", clocks are good to {doubt_ns} ns" if doubt_ns else ""
+            draft.attributes[a.VIOLATION.key] = message + doubt
+
+    def _place_on_own_clock(self, draft: Draft) -> None:
+        draft.alignment = self.evidence.alignment_at(draft.leg, draft.end_ns)
+        anchor = draft.leg.process.anchor
+        draft.wall_offset_ns = anchor.wall_ns - anchor.monotonic_ns - draft.alignment.offset_ns
 
     def _parent_id(self, stage: Stage, attempt: Attempt) -> str:
         if stage.parent == ROOT_SPAN:
@@ -336,24 +369,45 @@ class _Assembly:
         dominant = max(in_force, key=lambda reason: in_force[reason])
         draft.attributes.update(mark_attributes(longest[dominant][1], leave_out=a.WAIT_STAGE))
         shown = stamps[:MAX_WAIT_EVENTS]
-        draft.events += [self._wait_event(stamp) for stamp in shown]
+        for stamp in shown:
+            draft.add_event("pd.wait", stamp.t_ns, mark_attributes(stamp))
         if len(stamps) > len(shown):
             draft.attributes[a.WAIT_CHANGES.key] = len(stamps)
         draft.links += self._blocker_links(stamps)
 
-    def _wait_event(self, stamp: Stamp) -> Event:
-        return Event(
-            name="pd.wait",
-            time_ns=self.anchor.to_wall_ns(stamp.t_ns),
-            attributes=mark_attributes(stamp),
-        )
-
     def _blocker_links(self, stamps: Sequence[Stamp]) -> Iterable[Link]:
-        names = dict.fromkeys(str(stamp.value(a.WAIT_BLOCKER)) for stamp in stamps)
+        names = dict.fromkeys(
+            name for stamp in stamps for name in blocker_names(stamp.mark, stamp.values)
+        )
         known = [self.request.blockers[name] for name in names if name in self.request.blockers]
         for trace_id, span_id in known[:MAX_BLOCKER_LINKS]:
             if trace_id != self.request.trace_id:
                 yield Link(trace_id=trace_id, span_id=span_id, attributes={"pd.link": "blocked_by"})
+
+    def _attach_steps(self, attempt: Attempt) -> None:
+        """The forward passes of the two stages that consist of them."""
+        for name, kind in _STEPS_OF.items():
+            for draft in self.drafts.get((attempt.number, name), ()):
+                for steps in draft.leg.steps:
+                    if steps.kind is kind and steps.attempt == attempt.number:
+                        draft.attributes[a.STEPS.key] = steps.count
+                        draft.attributes[a.STEP_SLOWEST_NUMBER.key] = steps.slowest_number
+                        draft.attributes[a.STEP_SLOWEST_SECONDS.key] = steps.slowest_ns / 1e9
+
+    def _attach_stuck(self) -> None:
+        for report in self.request.stuck:
+            attempt = self.evidence.attempts.get(report.attempt)
+            if attempt is None or report.stage not in STAGE_BY_NAME:
+                continue
+            for draft in self._drafts_of(report.stage, attempt)[-1:]:
+                draft.add_event(
+                    "pd.stuck",
+                    report.at_ns,
+                    {
+                        a.STUCK_SECONDS.key: report.age_ns / 1e9,
+                        a.STUCK_AFTER_SECONDS.key: report.threshold_ns / 1e9,
+                    },
+                )
 
     def _attempt_draft(self, attempt: Attempt, gateway: Leg) -> Draft:
         end = attempt.end
@@ -370,6 +424,7 @@ class _Assembly:
             begin_ns=begin.t_ns,
             end_ns=max(end.t_ns, begin.t_ns),
             gap_ns=CHAIN_GAP_NS,
+            wall_offset_ns=self.wall_offset_ns,
             attributes={a.SPAN.key: ATTEMPT_SPAN, **self._identity(attempt)},
         )
         if end.t_ns < begin.t_ns:
@@ -388,11 +443,11 @@ class _Assembly:
             draft.attributes[a.KV_HELD_SECONDS.key] = held_s
         for stamp in self.homeless.get(attempt.number, ()):
             if stamp.mark is Mark.WAITING and len(draft.events) < MAX_WAIT_EVENTS:
-                draft.events.append(self._wait_event(stamp))
+                draft.add_event("pd.wait", stamp.t_ns, mark_attributes(stamp))
             elif stamp.mark not in REQUEST_MARKS:
                 put_attributes(draft, stamp, overwrite=False)
         draft.conclude(end, guilty=True)
-        if attempt.active is not None and end.outcome != Outcome.COMPLETED:
+        if attempt.active is not None and not end.is_open and end.outcome != Outcome.COMPLETED:
             draft.attributes[a.OUTCOME_STAGE.key] = attempt.active.name
         earlier = [
             other
@@ -433,6 +488,7 @@ class _Assembly:
             begin_ns=received.t_ns,
             end_ns=max(end.t_ns, received.t_ns),
             gap_ns=0,
+            wall_offset_ns=self.wall_offset_ns,
             kind=SpanKind.SERVER,
             attributes=attributes,
         )
@@ -451,12 +507,15 @@ class _Assembly:
         return draft
 
     def _missing(self) -> Iterable[str]:
-        for mark in (Mark.RECEIVED, Mark.COMPLETED):
+        is_open = self.evidence.end.is_open
+        for mark in (Mark.RECEIVED, *(() if is_open else (Mark.COMPLETED,))):
             if mark not in self.evidence.first:
                 yield f"no {mark.name.lower()} mark"
         for leg in self.request.legs:
             if leg.records_missed:
                 yield f"{leg.process.instance} lost {leg.records_missed} records"
+            if is_open and leg.lost_at_ns is not None:
+                yield f"{leg.process.instance}: {leg.lost_reason}"
         if self.request.gave_up:
             yield self.request.gave_up
         if self.evidence.end.outcome == Outcome.COMPLETED:

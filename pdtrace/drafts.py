@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdtrace import semconv as a
-from pdtrace.clock import ClockAnchor
+from pdtrace.alignment import SAME_CLOCK, Alignment
 from pdtrace.collected import CollectedRequest, Leg
 from pdtrace.evidence import End, Stamp
+from pdtrace.ring.codec import ID_SEPARATOR
 from pdtrace.ring.records import Value
 from pdtrace.spans import AttrValue, Event, Link, Span, SpanKind, StatusCode
 from pdtrace.stages import MARKS
@@ -22,7 +23,12 @@ SIDE_GAP_NS = 2_000
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
-    """A span in the making, on the common clock."""
+    """A span in the making, on the common clock.
+
+    wall_offset_ns  from the common clock to Unix time: by the gateway's anchor or, for a process of
+                    another host, by its own, so that its clock shows as it stood
+    alignment       from the process's own clock to the common one
+    """
 
     name: str
     span_id: str
@@ -31,6 +37,8 @@ class Draft:
     begin_ns: int
     end_ns: int
     gap_ns: int
+    wall_offset_ns: int
+    alignment: Alignment = SAME_CLOCK
     shown_until_ns: int | None = None
     """Where the exported span ends at the latest; its exact end is recorded all the same."""
     kind: SpanKind = SpanKind.INTERNAL
@@ -42,6 +50,9 @@ class Draft:
 
     def conclude(self, end: End, *, guilty: bool) -> None:
         """Records an outcome; only the stage that was active when it happened bears the error."""
+        if end.is_open:
+            self.attributes[a.OPEN.key] = True
+            return
         self.attributes[a.OUTCOME.key] = end.outcome
         if end.reason:
             self.attributes[a.OUTCOME_REASON.key] = end.reason
@@ -52,22 +63,30 @@ class Draft:
             self.status_message = end.reason or end.outcome
             self.attributes[a.ERROR_TYPE.key] = end.reason or end.outcome
 
-    def shown_end_ns(self, anchor: ClockAnchor) -> int:
+    @property
+    def shown_end_ns(self) -> int:
         """Where the exported span ends unless that is before its start: Unix time, whole
         microseconds, `gap_ns` before its mark."""
         until_ns = self.end_ns
         if self.shown_until_ns is not None:
             until_ns = min(until_ns, self.shown_until_ns)
-        offset_ns = anchor.wall_ns - anchor.monotonic_ns
-        return max(until_ns + offset_ns, 0) // 1_000 * 1_000 - self.gap_ns
+        return max(until_ns + self.wall_offset_ns, 0) // 1_000 * 1_000 - self.gap_ns
 
-    def span(self, request: CollectedRequest, anchor: ClockAnchor) -> Span:
+    def add_event(self, name: str, t_ns: int, attributes: dict[str, AttrValue]) -> None:
+        """Something that happened at `t_ns` of the common clock."""
+        wall_ns = t_ns + self.wall_offset_ns
+        self.events.append(Event(name=name, time_ns=wall_ns, attributes=attributes))
+
+    def span(self, request: CollectedRequest) -> Span:
         """The finished span: in wall time, aligned to microseconds."""
-        offset_ns = anchor.wall_ns - anchor.monotonic_ns
-        start_ns = max(self.begin_ns + offset_ns, 0) // 1_000 * 1_000
-        end_ns = self.shown_end_ns(anchor)
+        start_ns = max(self.begin_ns + self.wall_offset_ns, 0) // 1_000 * 1_000
+        end_ns = self.shown_end_ns
         self.attributes[a.BEGIN_NS.key] = self.begin_ns
         self.attributes[a.END_NS.key] = self.end_ns
+        if self.alignment is not SAME_CLOCK:
+            self.attributes[a.CLOCK_OFFSET_NS.key] = self.alignment.offset_ns
+            if self.alignment.error_ns is not None:
+                self.attributes[a.CLOCK_ERROR_NS.key] = self.alignment.error_ns
         return Span(
             trace_id=request.trace_id,
             span_id=self.span_id,
@@ -90,8 +109,12 @@ def set_attribute(attributes: dict[str, AttrValue], attr: a.Attr, value: Value) 
     """Sets an attribute unless nothing was recorded for it."""
     if value is None:
         return
-    # The convention's type is string[]; a request has one choice here.
-    attributes[attr.key] = (str(value),) if attr is a.FINISH_REASON else value
+    if attr is a.FINISH_REASON:  # the convention's type is string[]; a request has one choice here
+        attributes[attr.key] = (str(value),)
+    elif attr is a.WAIT_BLOCKERS:
+        attributes[attr.key] = tuple(str(value).split(ID_SEPARATOR))
+    else:
+        attributes[attr.key] = value
 
 
 def put_attributes(draft: Draft, stamp: Stamp, *, overwrite: bool = True) -> None:

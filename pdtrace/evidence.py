@@ -12,7 +12,10 @@ from hashlib import blake2b
 from operator import attrgetter
 
 from pdtrace import semconv as a
+from pdtrace.alignment import SAME_CLOCK, Alignment, align
 from pdtrace.collected import AttemptIds, CollectedRequest, Leg
+from pdtrace.offsets import ClockOffsets
+from pdtrace.ring.codec import ID_SEPARATOR
 from pdtrace.ring.records import Value
 from pdtrace.stages import (
     ATTEMPT_SPAN,
@@ -81,18 +84,22 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How and when an attempt, a stage or the request ended."""
+    """How and when an attempt, a stage or the request ended.
+
+    is_open  it has not: this is the instant of the look
+    """
 
     t_ns: int
     outcome: str
     reason: str | None
     by: str | None
     leg: Leg
+    is_open: bool = False
 
     @property
     def is_error(self) -> bool:
         """A cancellation is an outcome of its own, not an error."""
-        return self.outcome not in (Outcome.COMPLETED, Outcome.CANCELLED)
+        return not self.is_open and self.outcome not in (Outcome.COMPLETED, Outcome.CANCELLED)
 
 
 @dataclass(slots=True)
@@ -146,6 +153,10 @@ class Evidence:
         self.legs = legs = [leg for leg in request.legs if leg.marks]
         self.gateway = next((leg for leg in legs if leg.process.role is Role.GATEWAY), None)
         self.reference = (self.gateway or legs[0]).process
+        self._own_clocks: dict[str, list[ClockOffsets]] = {}
+        for leg in legs:
+            if leg.clock is not None:
+                self._own_clocks.setdefault(leg.process.clock_id, []).append(leg.clock)
         self.stamps = sorted(
             (stamp for leg in legs for stamp in self._stamps(leg)), key=attrgetter("t_ns")
         )
@@ -167,22 +178,54 @@ class Evidence:
                 end = self.end  # sending the answer may fail after decoding
             # Without the gateway the rest of the request is another host's to tell.
             known = self.gateway is not None or self.lost or Mark.ABORTED in attempt.repeated
-            if known and end.outcome != Outcome.COMPLETED:
+            if known and end.outcome != Outcome.COMPLETED and not end.is_open:
                 attempt.failure = end
                 attempt.active = self._active_stage(attempt, end)
 
-    def offset_ns(self, leg: Leg) -> int:
-        """What to add to a leg's times; processes that share a clock need nothing."""
+    def is_foreign(self, leg: Leg) -> bool:
+        """Whether a leg was recorded on another clock than the request's."""
+        return leg.process.clock_id != self.reference.clock_id
+
+    def alignment(self, leg: Leg, t_ns: int) -> Alignment:
+        """What to add to a leg's time `t_ns`; processes that share a clock need nothing."""
         process, reference = leg.process, self.reference
         if process.clock_id == reference.clock_id:
-            return 0
-        return reference.anchor.to_monotonic_ns(process.anchor.to_wall_ns(0))
+            return SAME_CLOCK
+        return align(
+            process,
+            reference,
+            t_ns,
+            own=self._own_clocks.get(process.clock_id, ()),
+            theirs=self._own_clocks.get(reference.clock_id, ()),
+        )
+
+    def alignment_at(self, leg: Leg, t_ns: int) -> Alignment:
+        """The same for a time that is on the request's clock already."""
+        alignment = SAME_CLOCK
+        if self.is_foreign(leg):
+            alignment = self.alignment(leg, self._raw_ns(leg, t_ns))
+        return alignment
+
+    def _raw_ns(self, leg: Leg, t_ns: int) -> int:
+        by_anchor = t_ns - self.alignment(leg, t_ns).offset_ns
+        return t_ns - self.alignment(leg, by_anchor).offset_ns
+
+    def clock_doubt_ns(self, *stamps: Stamp) -> int | None:
+        """By how much the distance between instants may be wrong; None if nobody knows."""
+        doubt_ns = 0
+        for stamp in stamps:
+            error_ns = self.alignment_at(stamp.leg, stamp.t_ns).error_ns
+            if error_ns is None:
+                return None
+            doubt_ns += error_ns
+        return doubt_ns
 
     def _stamps(self, leg: Leg) -> Iterable[Stamp]:
-        offset = self.offset_ns(leg)
+        foreign = self.is_foreign(leg)
         for record in leg.marks:
             attempt = max(record.attempt, 1)
-            yield Stamp(record.mark, record.t_ns + offset, record.values, leg, attempt)
+            offset_ns = self.alignment(leg, record.t_ns).offset_ns if foreign else 0
+            yield Stamp(record.mark, record.t_ns + offset_ns, record.values, leg, attempt)
 
     def _group(self) -> dict[int, Attempt]:
         attempts: dict[int, Attempt] = {}
@@ -223,6 +266,10 @@ class Evidence:
         if gateway_lost:
             return self.loss(gateway_lost[0], not_before_ns=last_ns)
         aborted = self.last_attempt.repeated.get(Mark.ABORTED)
+        open_at_ns = self.request.open_at_ns
+        if open_at_ns is not None and (self.gateway is not None or not aborted):
+            at_ns = max(open_at_ns, last_ns)
+            return End(t_ns=at_ns, outcome="", reason=None, by=None, leg=leg, is_open=True)
         if aborted:
             return ending_of(aborted[-1])
         reason = self.request.gave_up or "no_end_recorded"
@@ -256,7 +303,7 @@ class Evidence:
     def loss(self, leg: Leg, *, not_before_ns: int) -> End:
         assert leg.lost_at_ns is not None
         return End(
-            t_ns=max(leg.lost_at_ns + self.offset_ns(leg), not_before_ns),
+            t_ns=max(leg.lost_at_ns + self.alignment(leg, leg.lost_at_ns).offset_ns, not_before_ns),
             outcome=Outcome.LOST.value,
             reason=leg.lost_reason,
             by=leg.process.instance,
@@ -358,15 +405,48 @@ class Evidence:
                 loss = self.loss(leg, not_before_ns=begin.t_ns)
                 # The request goes on waiting in this stage until somebody notices.
                 return replace(loss, t_ns=end.t_ns) if end.t_ns > begin.t_ns else loss
-        aborts = attempt.repeated.get(Mark.ABORTED, ())
-        own = next((stamp for stamp in aborts if stamp.role in stage.roles), None)
-        if own is None or own.t_ns < begin.t_ns:
+        ending = self.given_up(stage, attempt, begin)
+        if ending is None:
             return end if end.t_ns >= begin.t_ns else None
-        ending = ending_of(own)
         if stage is attempt.active and ending.outcome != end.outcome:
             # Told to stop because of what this stage could not do: the cause counts.
-            return replace(end, t_ns=own.t_ns)
+            return replace(end, t_ns=ending.t_ns)
         return ending
+
+    def given_up(self, stage: Stage, attempt: Attempt, begin: Stamp) -> End | None:
+        """How the stage's own process gave it up; None if it did not."""
+        aborts = attempt.repeated.get(Mark.ABORTED, ())
+        own = next((stamp for stamp in aborts if stamp.role in stage.roles), None)
+        return None if own is None or own.t_ns < begin.t_ns else ending_of(own)
+
+    def is_current(self, attempt: Attempt) -> bool:
+        """Whether `attempt` is the one that a request in flight is in."""
+        return self.end.is_open and attempt is self.last_attempt and attempt.failure is None
+
+    def is_going_on(self, stage: Stage, attempt: Attempt) -> bool:
+        """Whether a chain stage is open in a request in flight: begun, and not overtaken by marks
+        of later ones. Beside the first token's way to the client all others go on."""
+        if not self.is_current(attempt) or not self.is_open(stage, attempt):
+            return False
+        if stage.end is Mark.FIRST_TOKEN_SENT:
+            return True
+        later = False
+        for other in self.chain(attempt):
+            if later and self.finish(other, attempt) is not None:
+                return False
+            later = later or other is stage
+        return True
+
+
+def blocker_names(mark: Mark, values: Sequence[Value]) -> tuple[str, ...]:
+    """Requests that a WAITING or TOKEN_GAP mark names, most important first, each once."""
+    names: list[str] = []
+    for attr, value in zip(MARKS[mark].attrs, values, strict=False):
+        if value and attr is a.WAIT_BLOCKER:
+            names.append(str(value))
+        elif value and attr is a.WAIT_BLOCKERS:
+            names += str(value).split(ID_SEPARATOR)
+    return tuple(dict.fromkeys(name for name in names if name))
 
 
 def first_of(marks: Mapping[Mark, Stamp], wanted: Sequence[Mark]) -> Stamp | None:

@@ -15,15 +15,13 @@ import msgspec
 from pdtrace import semconv as a
 from pdtrace.alignment import align
 from pdtrace.collected import AttemptIds, CollectedRequest, Leg, Process, StepStats, Stuck
+from pdtrace.evidence import blocker_names
 from pdtrace.inflight import InFlight, WaitNow
 from pdtrace.offsets import ClockOffsets
 from pdtrace.progress import PLANS, Plan, Progress
 from pdtrace.propagation import RequestContext
 from pdtrace.ring.records import ClockRecord, MarkRecord, StepRecord, Value
 from pdtrace.stages import MARKS, STAGE_BY_NAME, Mark, Mode, Role, Stage, StepKind
-
-BLOCKER_SEPARATOR = "\x1f"
-"""Between the ids of `pd.wait.blockers` in a ring."""
 
 
 def _place(mark: Mark, attr: a.Attr) -> int:
@@ -40,8 +38,7 @@ _MODE_AT = _place(Mark.TOKENIZED, a.MODE)
 _OUTCOME_AT = _place(Mark.COMPLETED, a.OUTCOME)
 _WAIT_STAGE_AT = _place(Mark.WAITING, a.WAIT_STAGE)
 _WAIT_REASON_AT = _place(Mark.WAITING, a.WAIT_REASON)
-_BLOCKER_AT = {mark: _place(mark, a.WAIT_BLOCKER) for mark in (Mark.WAITING, Mark.TOKEN_GAP)}
-_BLOCKERS_AT = {mark: _place(mark, a.WAIT_BLOCKERS) for mark in (Mark.WAITING, Mark.TOKEN_GAP)}
+_NAMING_MARKS = frozenset({Mark.WAITING, Mark.TOKEN_GAP})
 
 TELLING_MARKS = frozenset({Mark.TOKENIZED, Mark.ROUTED, Mark.COMPLETED, Mark.WAITING})
 """Marks whose values `OpenRequest.told` reads."""
@@ -51,16 +48,6 @@ def value_at(record: MarkRecord, place: int) -> Value:
     """A mark's value; None where a writer of another version left it out."""
     values = record.values
     return values[place] if place < len(values) else None
-
-
-def blocker_names(record: MarkRecord) -> tuple[str, ...]:
-    """Requests that a WAITING or TOKEN_GAP mark names, most important first, each once."""
-    first = value_at(record, _BLOCKER_AT[record.mark])
-    joined = value_at(record, _BLOCKERS_AT[record.mark])
-    names = [str(first)] if first else []
-    if joined:
-        names += str(joined).split(BLOCKER_SEPARATOR)
-    return tuple(dict.fromkeys(name for name in names if name))
 
 
 @dataclass(slots=True)
@@ -244,8 +231,8 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
         blockers: dict[str, tuple[str, str]] = {}
         for leg in self.legs:
             for record in leg.marks:
-                if record.mark in _BLOCKER_AT:
-                    for name in blocker_names(record):
+                if record.mark in _NAMING_MARKS:
+                    for name in blocker_names(record.mark, record.values):
                         found = None if name in blockers else resolve(name)
                         if found is not None:
                             blockers[name] = found
@@ -413,7 +400,7 @@ def _wait_now(record: MarkRecord, age_s: float) -> WaitNow:
         numbers[name] = value if isinstance(value, int) else None
     return WaitNow(
         reason=str(value_at(record, _WAIT_REASON_AT) or "unknown"),
-        blockers=blocker_names(record),
+        blockers=blocker_names(record.mark, record.values),
         age_s=age_s,
         needed=numbers["needed"],
         free=numbers["free"],
