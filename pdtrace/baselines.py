@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pdtrace.placement import FIRST_TOKEN_HOP
 from pdtrace.stages import STAGE_BY_NAME, Mode, Outcome, Scale
@@ -33,10 +33,11 @@ _REACH = 2
 _EXACT_REFIT_BELOW = 48
 """With fewer peers a line is refitted without the judged request; with more, one request cannot
 move the medians of thirds by much, and only its residual is left out."""
+_MAX_WAITING = 32
+"""Samples that wait to be sorted in; with more, sorting anew costs less."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """A judged piece of a request: a chain stage, less its pauses, or a pause inside one.
 
     outer   the chain stage it lies in; the same as `name` unless it is a pause
@@ -62,10 +63,23 @@ class Usual:
     beyond: bool = False
 
 
+Key = tuple[str, str | None]
+
+
+class Judged(Protocol):
+    """What tells a request's peers: its mode, and its identity, as it is never its own peer."""
+
+    @property
+    def mode(self) -> Mode: ...
+
+    @property
+    def key(self) -> Key: ...
+
+
 class Yardstick(Protocol):
     """Knows the usual time of leaves, without the request under judgement."""
 
-    def usual(self, timeline: Timeline, leaf: Leaf) -> Usual | None:
+    def usual(self, request: Judged, leaf: Leaf) -> Usual | None:
         """None if the leaf has no peers."""
         ...
 
@@ -78,7 +92,9 @@ def leaves(timeline: Timeline) -> tuple[Leaf, ...]:
             continue
         if part.name == FIRST_TOKEN_HOP and not timeline.streamed and part.ns == 0:
             continue  # the first token left with the last: there is nothing to compare
-        tokens = _tokens(timeline, part.name)
+        tokens = leaf_tokens(
+            part.name, timeline.prompt_tokens, timeline.cached_tokens, timeline.output_tokens
+        )
         rest = part.ns
         for inner in NESTED_LEAVES.get(part.name, ()):
             pause = timeline.detail_ns(part.name, inner)
@@ -88,17 +104,20 @@ def leaves(timeline: Timeline) -> tuple[Leaf, ...]:
     return tuple(found)
 
 
-def _tokens(timeline: Timeline, stage: str) -> int | None:
+def leaf_tokens(
+    stage: str, prompt_tokens: int | None, cached_tokens: int | None, output_tokens: int | None
+) -> int | None:
+    """The tokens that a chain stage's healthy time grows with; None where nothing or not known."""
     match STAGE_BY_NAME[stage].scale:
         case Scale.CONSTANT:
             return None
         case Scale.PROMPT_TOKENS:
-            if timeline.prompt_tokens is None:
+            if prompt_tokens is None:
                 return None
-            cached = timeline.cached_tokens or 0 if stage.startswith("prefill.") else 0
-            return max(1, timeline.prompt_tokens - cached)
+            cached = cached_tokens or 0 if stage.startswith("prefill.") else 0
+            return max(1, prompt_tokens - cached)
         case Scale.OUTPUT_TOKENS:
-            return None if timeline.output_tokens is None else max(0, timeline.output_tokens)
+            return None if output_tokens is None else max(0, output_tokens)
 
 
 def is_peer(timeline: Timeline) -> bool:
@@ -110,14 +129,14 @@ class Baselines:
     """Baselines of a fixed set of requests. Immutable once built."""
 
     def __init__(self, timelines: Iterable[Timeline]) -> None:
-        self._series: dict[tuple[Mode, str], _Series] = {}
+        self._series = _SeriesTable(window=None)
         for timeline in timelines:
-            _record(self._series, timeline, window=None)
+            if is_peer(timeline):
+                self._series.learn(timeline, leaves(timeline))
 
-    def usual(self, timeline: Timeline, leaf: Leaf) -> Usual | None:
+    def usual(self, request: Judged, leaf: Leaf) -> Usual | None:
         """What the other requests needed for this leaf; None without any."""
-        series = self._series.get((timeline.mode, leaf.name))
-        return None if series is None else series.usual(timeline.key, leaf)
+        return self._series.usual(request, leaf)
 
 
 class RollingBaselines:
@@ -130,33 +149,51 @@ class RollingBaselines:
     def __init__(self, window: int = 512) -> None:
         if window < 8:
             raise ValueError(f"window is {window}; at least 8 requests are needed")
-        self._window = window
-        self._series: dict[tuple[Mode, str], _Series] = {}
+        self._series = _SeriesTable(window)
 
     def add(self, timeline: Timeline) -> None:
         """Learn from a finished request; one that did not complete is passed over."""
-        _record(self._series, timeline, window=self._window)
+        if is_peer(timeline):
+            self.learn(timeline, leaves(timeline))
 
-    def usual(self, timeline: Timeline, leaf: Leaf) -> Usual | None:
+    def learn(self, request: Judged, found: Iterable[Leaf]) -> None:
+        """Learn from the leaves of a request that completed."""
+        self._series.learn(request, found)
+
+    def usual(self, request: Judged, leaf: Leaf) -> Usual | None:
         """What the other requests of the window needed for this leaf; None without any."""
-        series = self._series.get((timeline.mode, leaf.name))
-        return None if series is None else series.usual(timeline.key, leaf)
+        return self._series.usual(request, leaf)
+
+    def settle(self, request: Judged, leaf: Leaf) -> None:
+        """Refit the leaf's line if `usual` would now. Who leaves `usual` out calls this in its
+        place, for leaves with tokens: what is learnt then does not depend on who was judged."""
+        self._series.settle(request, leaf)
 
 
-_Key = tuple[str, str | None]
+class _SeriesTable:
+    """The samples of all leaves, by mode and name."""
 
+    def __init__(self, window: int | None) -> None:
+        self._window = window
+        self._by_mode: dict[Mode, dict[str, _Series]] = {mode: {} for mode in Mode}
 
-def _record(
-    series: dict[tuple[Mode, str], _Series], timeline: Timeline, *, window: int | None
-) -> None:
-    if not is_peer(timeline):
-        return
-    for leaf in leaves(timeline):
-        key = (timeline.mode, leaf.name)
-        if key not in series:
-            scaled = STAGE_BY_NAME[leaf.name].scale is not Scale.CONSTANT
-            series[key] = _Series(window, scaled)
-        series[key].add(timeline.key, leaf)
+    def learn(self, request: Judged, found: Iterable[Leaf]) -> None:
+        by_name, key = self._by_mode[request.mode], request.key
+        for name, _, ns, tokens in found:
+            series = by_name.get(name)
+            if series is None:
+                scaled = STAGE_BY_NAME[name].scale is not Scale.CONSTANT
+                series = by_name[name] = _Series(self._window, scaled)
+            series.add(key, tokens, ns)
+
+    def usual(self, request: Judged, leaf: Leaf) -> Usual | None:
+        series = self._by_mode[request.mode].get(leaf.name)
+        return None if series is None else series.usual(request.key, leaf)
+
+    def settle(self, request: Judged, leaf: Leaf) -> None:
+        series = self._by_mode[request.mode].get(leaf.name)
+        if series is not None:
+            series.settle(request.key, leaf.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,49 +205,62 @@ class _Line:
         return max(0.0, self.base + self.slope * tokens)
 
 
+_FLAT = _Line(0.0, 0.0)
+
+
 @dataclass(slots=True)
 class _Series:
-    """Samples of one leaf: (tokens or 0, nanoseconds) by request; oldest leave past `window`."""
+    """Samples of one leaf: (tokens or 0, nanoseconds) by request; oldest leave past `window`.
+
+    line       what was fitted last; None before anybody asked
+    residuals  of all samples against `line`, sorted, but for `joined` and `left`
+    largest    the largest token counts that the line knows: the second and the first
+    fresh      samples since the last fit
+    """
 
     window: int | None
     scaled: bool
-    samples: dict[_Key, tuple[int, int]] = field(default_factory=dict[_Key, tuple[int, int]])
-    order: deque[_Key] = field(default_factory=deque[_Key])
+    samples: dict[Key, tuple[int, int]] = field(default_factory=dict[Key, tuple[int, int]])
+    order: deque[Key] = field(default_factory=deque[Key])
     line: _Line | None = None
     residuals: list[float] = field(default_factory=list[float])
+    joined: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    left: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    unsorted: bool = False
     largest: tuple[int, int] = (0, 0)
-    """The largest token counts that the line knows: the second and the first."""
     fresh: int = 0
 
-    def add(self, key: _Key, leaf: Leaf) -> None:
-        if key in self.samples or (self.scaled and leaf.tokens is None):
+    def add(self, key: Key, tokens: int | None, ns: int) -> None:
+        samples = self.samples
+        if key in samples or (self.scaled and tokens is None):
             return
-        self.samples[key] = (leaf.tokens or 0, leaf.ns)
+        sample = samples[key] = (tokens or 0, ns)
         self.order.append(key)
         self.fresh += 1
-        if self.line is not None:
-            insort(self.residuals, self._residual(self.line, self.samples[key]))
+        # Sorted in when somebody asks: for most leaves, nobody does for a long time.
+        self.joined.append(sample)
         if self.window is not None and len(self.order) > self.window:
-            oldest = self.samples.pop(self.order.popleft())
-            if self.line is not None:
-                del self.residuals[bisect_left(self.residuals, self._residual(self.line, oldest))]
+            self.left.append(samples.pop(self.order.popleft()))
+        if len(self.joined) > _MAX_WAITING:
+            self._give_up_order()
 
-    def usual(self, key: _Key, leaf: Leaf) -> Usual | None:
+    def usual(self, key: Key, leaf: Leaf) -> Usual | None:
         own = self.samples.get(key)
         peers = len(self.samples) - (own is not None)
         if peers < 1:
             return None
         if self.scaled and leaf.tokens is None:
             # Its size is not known: compare with requests of any size.
-            line, skip, reach = _Line(0.0, 0.0), None, 0
+            line, skip, reach = _FLAT, None, 0
             residuals = sorted(float(ns) for _, ns in self.samples.values())
-        elif own is not None and self.scaled and peers < _EXACT_REFIT_BELOW:
+        elif self._needs_own_line(own, peers):
             others = [sample for other, sample in self.samples.items() if other != key]
             line = self._fit(others)
             residuals, skip = sorted(self._residual(line, s) for s in others), None
             reach = max(tokens for tokens, _ in others)
         else:
-            line, residuals = self._fitted()
+            line = self._fitted()
+            residuals = self._sorted_residuals(line)
             skip = None if own is None else bisect_left(residuals, self._residual(line, own))
             reach = self.largest[own is None or own[0] < self.largest[1]]
         middle = _quantile(residuals, 0.5, skip)
@@ -223,17 +273,48 @@ class _Series:
             beyond=self.scaled and tokens > _REACH * reach > 0,
         )
 
-    def _fitted(self) -> tuple[_Line, list[float]]:
+    def settle(self, key: Key, tokens: int | None) -> None:
+        """Fit as `usual` would."""
+        if not self.scaled or tokens is None:
+            return
+        own = self.samples.get(key)
+        peers = len(self.samples) - (own is not None)
+        if peers and not self._needs_own_line(own, peers):
+            self._fitted()
+
+    def _needs_own_line(self, own: tuple[int, int] | None, peers: int) -> bool:
+        return own is not None and self.scaled and peers < _EXACT_REFIT_BELOW
+
+    def _fitted(self) -> _Line:
         if self.line is None or (self.scaled and self.fresh * 8 > len(self.samples)):
             self.line = self._fit(self.samples.values())
             ordered = sorted(tokens for tokens, _ in self.samples.values()) if self.scaled else []
             self.largest = (ordered[-2], ordered[-1]) if len(ordered) > 1 else (0, 0)
-            self.residuals = sorted(self._residual(self.line, s) for s in self.samples.values())
             self.fresh = 0
-        return self.line, self.residuals
+            self._give_up_order()
+        return self.line
+
+    def _give_up_order(self) -> None:
+        self.unsorted = True
+        self.joined.clear()
+        self.left.clear()
+
+    def _sorted_residuals(self, line: _Line) -> list[float]:
+        residual = self._residual
+        if self.unsorted:
+            self.residuals = sorted([residual(line, sample) for sample in self.samples.values()])
+            self.unsorted = False
+        else:
+            for sample in self.joined:
+                insort(self.residuals, residual(line, sample))
+            for sample in self.left:
+                del self.residuals[bisect_left(self.residuals, residual(line, sample))]
+        self.joined.clear()
+        self.left.clear()
+        return self.residuals
 
     def _fit(self, samples: Iterable[tuple[int, int]]) -> _Line:
-        return _resistant_line(sorted(samples)) if self.scaled else _Line(0.0, 0.0)
+        return _resistant_line(sorted(samples)) if self.scaled else _FLAT
 
     @staticmethod
     def _residual(line: _Line, sample: tuple[int, int]) -> float:
