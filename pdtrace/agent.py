@@ -2,8 +2,8 @@
 
 Owns the loop (read, track, assemble, judge, write, export), the state that lets a restarted agent
 go on where the last one stopped, and the command. Rings are `pdtrace.tails`', requests in flight
-`pdtrace.tracker`'s, spans `pdtrace.assembly`'s; where they go is `pdtrace.sink`'s and
-`pdtrace.export`'s. An agent may lag or die without disturbing serving.
+`pdtrace.tracker`'s, spans `pdtrace.assembly`'s; where they go is `pdtrace.delivery`'s. An agent may
+lag or die without disturbing serving.
 
     python -m pdtrace.agent --rings DIR [--out DIR] [--until-closed] [--json]
 
@@ -21,18 +21,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from pdtrace import semconv as a
 from pdtrace.assembly import assemble
 from pdtrace.collected import CollectedRequest
+from pdtrace.delivery import Delivery
 from pdtrace.errors import PdtraceError
-from pdtrace.export import exporter_from_env
+from pdtrace.export import ExportPlan, plan_from_env
 from pdtrace.judging import RollingJudge
-from pdtrace.otlp import decode_line, encode_line
-from pdtrace.sink import MAX_FILE_BYTES, MAX_FILES, FileSink, SinkPosition, lines_since
+from pdtrace.otlp import decode_line
+from pdtrace.sink import MAX_FILE_BYTES, MAX_FILES, SinkPosition
 from pdtrace.spans import AttrValue, Span
 from pdtrace.stages import ROOT_SPAN
 from pdtrace.stopping import Stop, StopFlag, stop_on_signals
@@ -40,7 +40,6 @@ from pdtrace.tails import RingState, RingTails
 from pdtrace.tracker import DEFAULT_GRACE_NS, DEFAULT_MAX_OPEN, RequestTracker
 
 STATE_NAME = "agent-state.json"
-TRACES_NAME = "traces"
 
 _log = logging.getLogger(__name__)
 
@@ -64,22 +63,6 @@ class AgentConfig:
     max_open: int = DEFAULT_MAX_OPEN
     max_file_bytes: int = MAX_FILE_BYTES
     max_files: int = MAX_FILES
-
-
-class SpanExporter(Protocol):
-    """Where finished requests go beyond files; `pdtrace.export.ExportQueue` is one."""
-
-    def submit(self, request: CollectedRequest, spans: Sequence[Span]) -> None:
-        """Takes a request's spans without waiting and without raising."""
-        ...
-
-    def close(self, timeout_s: float) -> None:
-        """Sends what is queued, for at most `timeout_s`."""
-        ...
-
-    def totals(self) -> Mapping[str, int]:
-        """Counts for the summary."""
-        ...
 
 
 Judge = Callable[[Sequence[Span]], Mapping[str, AttrValue]]
@@ -139,7 +122,7 @@ class Agent:
 
     out       run directory for `traces/` and the state; None: spans are only exported, and a
               restarted agent exports again what the rings still hold
-    exporter  takes finished requests; None: files only
+    export    exporters for finished requests; None: files only
     judge     attributes for the root; None: no verdicts
 
     Raises SinkError when `out` cannot be written or has an agent already.
@@ -150,38 +133,36 @@ class Agent:
         rings: str | Path,
         *,
         out: str | Path | None = None,
-        exporter: SpanExporter | None = None,
+        export: ExportPlan | None = None,
         judge: Judge | None = None,
         config: AgentConfig | None = None,
     ) -> None:
         self.config = AgentConfig() if config is None else config
-        self._exporter = exporter
         self._judge = judge
         self._summary = AgentSummary()
         self._said: set[str] = set()
         self._state = _State()
         self._state_written_s = -float("inf")
         self._state_path: Path | None = None
-        self._sink: FileSink | None = None
         self._tracker = RequestTracker(
             grace_ns=round(self.config.grace_s * 1e9), max_open=self.config.max_open
         )
+        self._delivery = Delivery(
+            out=out,
+            plan=export,
+            max_file_bytes=self.config.max_file_bytes,
+            max_files=self.config.max_files,
+        )
         if out is not None:
-            self._sink = FileSink(
-                Path(out) / TRACES_NAME,
-                max_file_bytes=self.config.max_file_bytes,
-                max_files=self.config.max_files,
-            )
             self._state_path = Path(out) / STATE_NAME
-            self._restore(self._state_path, self._sink.directory)
+            self._restore(self._state_path)
         self._tails = RingTails(rings, self._tracker, known=self._state.rings)
 
     def poll(self) -> int:
         """Reads what is there, hands on what is finished; returns the number of records read."""
         now_ns = time.monotonic_ns()
         before = self._tails.counts.records
-        position = None if self._sink is None else self._sink.position
-        if self._tails.read(now_ns, position):
+        if self._tails.read(now_ns, self._delivery.position or SinkPosition()):
             self._deliver(self._tracker.finished(now_ns))
         if time.monotonic() - self._state_written_s >= self.config.state_s:
             self._save_state()
@@ -231,10 +212,10 @@ class Agent:
             late=tracker.late,
             unnamed=tracker.unnamed,
             evicted=tracker.evicted,
-            errors=self._summary.errors + tails.unreadable,
-            lines_lost=self._sink.lines_lost if self._sink else 0,
+            errors=self._summary.errors + self._delivery.errors + tails.unreadable,
+            lines_lost=self._delivery.lines_lost,
             open=self._tracker.num_open,
-            export=dict(self._exporter.totals()) if self._exporter else {},
+            export=dict(self._delivery.totals()),
         )
 
     def close(self) -> AgentSummary:
@@ -245,10 +226,7 @@ class Agent:
         self._save_state()
         self._state_path = None
         self._tails.close()
-        if self._exporter is not None:
-            self._exporter.close(self.config.flush_s)
-        if self._sink is not None:
-            self._sink.close()
+        self._delivery.close(self.config.flush_s)
         return self.summary()
 
     def _deliver(self, requests: Iterable[CollectedRequest]) -> None:
@@ -261,13 +239,10 @@ class Agent:
                 continue
             if spans:
                 built.append((request, self._judged(request, spans)))
-        if self._sink is not None and built:
-            self._sink.write([encode_line(spans) for _, spans in built])
-        for request, spans in built:
+        self._delivery.deliver(built)
+        for _, spans in built:
             self._summary.spans += len(spans)
             self._summary.incomplete += a.INCOMPLETE.key in spans[0].attributes
-            if self._exporter is not None:
-                self._exporter.submit(request, spans)
 
     def _judged(self, request: CollectedRequest, spans: list[Span]) -> list[Span]:
         root = spans[0]
@@ -295,7 +270,7 @@ class Agent:
                 exc_info=error,
             )
 
-    def _restore(self, path: Path, traces: Path) -> None:
+    def _restore(self, path: Path) -> None:
         try:
             state = msgspec.json.decode(path.read_bytes(), type=_State)
         except FileNotFoundError:
@@ -305,7 +280,7 @@ class Agent:
             state = _State()
         if state.version == self._state.version:
             self._state = state
-        for line in lines_since(traces, self._state.sink):
+        for line in self._delivery.lines_since(self._state.sink):
             try:
                 spans = decode_line(line)
             except ValueError:
@@ -314,9 +289,10 @@ class Agent:
 
     def _save_state(self) -> None:
         self._state_written_s = time.monotonic()
-        if self._state_path is None or self._sink is None:
+        position = self._delivery.position
+        if self._state_path is None or position is None:
             return
-        rings, sink = self._tails.states(self._sink.position)
+        rings, sink = self._tails.states(position)
         state = _State(rings=rings, sink=sink)
         if state == self._state:
             return
@@ -360,15 +336,10 @@ def run_agent(
     Returns when `stop` is set or, with `until_closed`, when every ring is finished. Logs one INFO
     line at the end. Raises SinkError and ExportConfigError before anything is read.
     """
-    exporter = exporter_from_env()
-    if exporter is None and out is None:
+    export = plan_from_env()
+    if export is None and out is None:
         _log.warning("spans go nowhere: give --out DIR, or set OTEL_EXPORTER_OTLP_ENDPOINT")
-    try:
-        agent = Agent(rings, out=out, exporter=exporter, judge=RollingJudge(), config=config)
-    except BaseException:
-        if exporter is not None:
-            exporter.close(0)
-        raise
+    agent = Agent(rings, out=out, export=export, judge=RollingJudge(), config=config)
     try:
         agent.run(stop or StopFlag(), until_closed=until_closed)
     finally:

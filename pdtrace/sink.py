@@ -2,6 +2,7 @@
 
 Owns the files of one directory, which one sink at a time may write. Knows nothing of what a line
 holds. A full disk costs the lines that did not fit, counted and reported once; it never raises.
+Who follows the files (`pdtrace.spill`) keeps positions, and hears of a file before it is deleted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import fcntl
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -35,8 +36,8 @@ class SinkError(PdtraceError):
     code: ClassVar[str] = "sink_unusable"
 
 
-class SinkPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of what was written: bytes of file `number`."""
+class SinkPosition(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """A place between two lines: bytes of file `number`. Later places are greater."""
 
     number: int = 1
     offset: int = 0
@@ -50,6 +51,7 @@ class FileSink:
 
     files_deleted   oldest files removed to keep within `max_files`
     lines_lost      lines that could not be written
+    before_delete   told the number of a file that is about to be removed
 
     Raises SinkError.
     """
@@ -66,6 +68,7 @@ class FileSink:
         self.directory = Path(directory)
         self.lines_lost = 0
         self.files_deleted = 0
+        self.before_delete: Callable[[int], None] | None = None
         self._max_file_bytes = max_file_bytes
         self._max_files = max_files
         self._failing = False
@@ -102,20 +105,21 @@ class FileSink:
     def position(self) -> SinkPosition:
         return SinkPosition(number=self._number, offset=self._size)
 
-    def write(self, lines: Sequence[bytes]) -> bool:
-        """Appends `lines`, each ending in a newline; whether all of them were written."""
+    def write(self, lines: Sequence[bytes]) -> list[SinkPosition | None]:
+        """Appends `lines`, each ending in a newline; the position behind each, None if lost."""
+        ends: list[SinkPosition | None] = []
         pending: list[bytes] = []
-        pending_bytes = 0
-        written = True
+        end = self._size
         for line in lines:
-            full = self._size + pending_bytes + len(line) > self._max_file_bytes
-            if full and self._size + pending_bytes > 0:
-                written = self._append(pending, pending_bytes) and written
-                pending, pending_bytes = [], 0
+            if end + len(line) > self._max_file_bytes and end > 0:
+                ends += self._append(pending)
+                pending = []
                 self._rotate()
+                end = 0
             pending.append(line)
-            pending_bytes += len(line)
-        return self._append(pending, pending_bytes) and written
+            end += len(line)
+        ends += self._append(pending)
+        return ends
 
     def close(self) -> None:
         """Idempotent."""
@@ -126,9 +130,9 @@ class FileSink:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
-    def _append(self, lines: Sequence[bytes], num_bytes: int) -> bool:
+    def _append(self, lines: Sequence[bytes]) -> list[SinkPosition | None]:
         if not lines:
-            return True
+            return []
         try:
             if self._fd is None:
                 self._open()
@@ -138,12 +142,15 @@ class FileSink:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
             self._give_up(lines, error)
-            return False
-        self._size += num_bytes
+            return [None] * len(lines)
+        ends: list[SinkPosition | None] = []
+        for line in lines:
+            self._size += len(line)
+            ends.append(self.position)
         if self._failing:
             self._failing = False
             _log.warning("traces are written to %s again", self.directory)
-        return True
+        return ends
 
     def _give_up(self, lines: Sequence[bytes], error: OSError) -> None:
         self.lines_lost += len(lines)
@@ -167,8 +174,11 @@ class FileSink:
         self._number += 1
         self._size = 0
         for path in span_files(self.directory):
-            if file_number(path) > self._number - self._max_files:
+            number = file_number(path)
+            if number > self._number - self._max_files:
                 continue
+            if self.before_delete is not None:
+                self.before_delete(number)
             try:
                 path.unlink()
             except OSError:

@@ -21,7 +21,6 @@ from pdtrace import semconv as a
 from pdtrace import tails
 from pdtrace.agent import (
     STATE_NAME,
-    TRACES_NAME,
     Agent,
     AgentConfig,
     RollingJudge,
@@ -30,7 +29,9 @@ from pdtrace.agent import (
     run_agent,
 )
 from pdtrace.check import check_recording
-from pdtrace.collected import CollectedRequest
+from pdtrace.delivery import TRACES_NAME
+from pdtrace.export import ExportPlan
+from pdtrace.export_queue import TAKEN, Answer
 from pdtrace.otlp import decode_line
 from pdtrace.propagation import RemoteParent, RequestContext
 from pdtrace.recorder import Recorder
@@ -597,32 +598,33 @@ def test_ring_cut_short_under_the_agent_does_not_stop_it(
     assert summary.errors == 1
 
 
-class KeepingExporter:
+class KeepingTarget:
+    name = kind = "kept"
+
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self.closed_with: list[float] = []
+        self.shut = 0
 
-    def submit(self, request: CollectedRequest, spans: Sequence[Span]) -> None:
+    def send(self, spans: Sequence[Span]) -> Answer:
         self.spans += spans
+        return TAKEN
 
-    def close(self, timeout_s: float) -> None:
-        self.closed_with.append(timeout_s)
-
-    def totals(self) -> Mapping[str, int]:
-        return {"spans exported": len(self.spans)}
+    def shutdown(self) -> None:
+        self.shut += 1
 
 
 def test_exporter_gets_what_the_files_get(
     tmp_path: Path, recorders: Mapping[Role, Recorder]
 ) -> None:
     record_request(recorders)
-    exporter = KeepingExporter()
-    agent = Agent(tmp_path / "rings", out=tmp_path, exporter=exporter, config=QUICK)
+    target = KeepingTarget()
+    plan = ExportPlan(targets=[target])
+    agent = Agent(tmp_path / "rings", out=tmp_path, export=plan, config=QUICK)
     agent.poll()
     summary = agent.close()
     in_files = {span.span_id: span for spans in written(tmp_path) for span in spans}
-    assert {span.span_id: span for span in exporter.spans} == in_files
-    assert exporter.closed_with == [QUICK.flush_s]
+    assert {span.span_id: span for span in target.spans} == in_files
+    assert target.shut == 1
     assert "23 spans exported" in summary.line()
 
 
@@ -630,11 +632,11 @@ def test_agent_without_out_exports_and_leaves_no_file(
     tmp_path: Path, recorders: Mapping[Role, Recorder]
 ) -> None:
     record_request(recorders)
-    exporter = KeepingExporter()
-    agent = Agent(tmp_path / "rings", exporter=exporter, config=QUICK)
+    target = KeepingTarget()
+    agent = Agent(tmp_path / "rings", export=ExportPlan(targets=[target]), config=QUICK)
     agent.poll()
     agent.close()
-    assert exporter.spans
+    assert target.spans
     assert [path.name for path in tmp_path.iterdir()] == ["rings"]
 
 

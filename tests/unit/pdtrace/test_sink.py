@@ -116,17 +116,40 @@ def test_full_disk_is_counted_and_said_once_and_leaves_whole_lines(
 
     monkeypatch.setattr(os, "write", write_until_full)
     with caplog.at_level(logging.WARNING):
-        assert not sink.write([line(2), line(3)])
-        assert not sink.write([line(4)])
+        assert sink.write([line(2), line(3)]) == [None, None]
+        assert sink.write([line(4)]) == [None]
         assert content(tmp_path) == [line(1)]
         assert [record.levelname for record in caplog.records] == ["ERROR"]
         assert "No space left" in caplog.text
         room[0] = 1_000
-        assert sink.write([line(5)])
+        assert sink.write([line(5)]) == [SinkPosition(offset=40)]
     assert sink.lines_lost == 3
     assert content(tmp_path) == [line(1), line(5)]
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
     sink.close()
+
+
+def test_each_line_has_the_position_behind_it(tmp_path: Path) -> None:
+    sink = FileSink(tmp_path, max_file_bytes=50)
+    ends = sink.write([line(n) for n in range(5)])
+    assert ends == [SinkPosition(number=1 + n // 2, offset=20 + n % 2 * 20) for n in range(5)]
+    assert ends[-1] == sink.position
+    for n, end in enumerate(ends):
+        assert list(lines_since(tmp_path, end)) == [line(m) for m in range(n + 1, 5)]
+    sink.close()
+
+
+def test_file_is_announced_before_it_is_deleted(tmp_path: Path) -> None:
+    sink = FileSink(tmp_path, max_file_bytes=20, max_files=2)
+    announced: list[tuple[int, bool]] = []
+
+    def before_delete(number: int) -> None:
+        announced.append((number, (tmp_path / f"spans-{number:06d}.jsonl").exists()))
+
+    sink.before_delete = before_delete
+    sink.write([line(n) for n in range(4)])
+    sink.close()
+    assert announced == [(1, True), (2, True)]
 
 
 def test_lines_since_a_position_begin_there(tmp_path: Path) -> None:
