@@ -40,7 +40,9 @@ _WAIT_STAGE_AT = _place(Mark.WAITING, a.WAIT_STAGE)
 _WAIT_REASON_AT = _place(Mark.WAITING, a.WAIT_REASON)
 _NAMING_MARKS = frozenset({Mark.WAITING, Mark.TOKEN_GAP})
 
-TELLING_MARKS = frozenset({Mark.TOKENIZED, Mark.ROUTED, Mark.COMPLETED, Mark.WAITING})
+TELLING_MARKS = frozenset(
+    {Mark.RECEIVED, Mark.TOKENIZED, Mark.ROUTED, Mark.COMPLETED, Mark.WAITING}
+)
 """Marks whose values `OpenRequest.told` reads."""
 
 
@@ -192,6 +194,8 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
         mark = record.mark
         if mark is Mark.WAITING:
             leg.take_wait(record)
+        elif mark is Mark.RECEIVED:
+            self.begun_ns = min(self.begun_ns, to_home(leg.source, record.t_ns))
         elif mark is Mark.TOKENIZED:
             tokens = value_at(record, _PROMPT_AT)
             self.prompt_tokens = tokens if isinstance(tokens, int) else None
@@ -255,8 +259,7 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
     def look(self, now_ns: int, to_home: ToHome) -> InFlight:
         """How it stands at `now_ns`."""
         progress, context = self.progress, self.context
-        stage = progress.stage(token_awaited=self._token_awaited)
-        age_ns = now_ns - progress.since_ns
+        stage, since_ns = progress.stage(token_awaited=self._token_awaited)
         return InFlight(
             request_id=context.request_id,
             trace_id=context.trace_id,
@@ -265,7 +268,7 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
             mode=_MODE_OF_PLAN[id(progress.plan)],
             age_s=max(now_ns - self.begun_ns, 0) / 1e9,
             stage=None if stage is None else stage.name,
-            stage_age_s=0.0 if stage is None else max(age_ns, 0) / 1e9,
+            stage_age_s=0.0 if stage is None else max(now_ns - since_ns, 0) / 1e9,
             worker=None if stage is None else self._ends_it(stage),
             prefill_worker=self.prefill_worker,
             decode_worker=self.decode_worker,

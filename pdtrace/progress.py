@@ -25,6 +25,7 @@ class Plan(NamedTuple):
                  that say nothing of it, the number of stages when the request is over
     num_ingress  stages before any attempt
     token        the first token's way to the client, which the next stage does not wait for
+    token_mark   what opens it
     resume_mark  what opens the stage after that one
     """
 
@@ -32,6 +33,7 @@ class Plan(NamedTuple):
     reaches: tuple[int, ...]
     num_ingress: int
     token: int
+    token_mark: Mark
     resume_mark: Mark
 
 
@@ -55,6 +57,7 @@ def _plan(mode: Mode, chain: tuple[Stage, ...]) -> Plan:
         reaches=tuple(reaches),
         num_ingress=next(i for i, stage in enumerate(chain) if stage.parent != ROOT_SPAN),
         token=token,
+        token_mark=BEGIN_MARKS[mode, chain[token].name][0],
         resume_mark=BEGIN_MARKS[mode, chain[token + 1].name][0],
     )
 
@@ -69,19 +72,21 @@ class Progress(msgspec.Struct, eq=False, gc=False):
 
     at          number of its stage in `plan.stages`; NOT_BEGUN before any mark that says it
     since_ns    when it got there
-    resumed_ns  when the stage after the token's way began; 0 before
+    token_ns    when the token's way began; 0 before
+    resumed_ns  when the stage after it did
     """
 
     plan: Plan
     attempt: int = 1
     at: int = NOT_BEGUN
     since_ns: int = 0
+    token_ns: int = 0
     resumed_ns: int = 0
 
     def begin_attempt(self, attempt: int, t_ns: int) -> None:
         """A later attempt starts over behind the stages that come before any."""
         self.attempt = attempt
-        self.resumed_ns = 0
+        self.token_ns = self.resumed_ns = 0
         if self.at > self.plan.num_ingress:
             self.at = self.plan.num_ingress
             self.since_ns = t_ns
@@ -95,27 +100,34 @@ class Progress(msgspec.Struct, eq=False, gc=False):
         if attempt != self.attempt:
             if attempt > self.attempt:
                 self.begin_attempt(attempt, t_ns)
-            elif number > plan.num_ingress:
+            elif number > plan.num_ingress or number <= self.at:
                 return  # late word of an attempt that is over
+        if mark is plan.token_mark:
+            self.token_ns = t_ns
         if mark is plan.resume_mark:
             self.resumed_ns = t_ns
         if number > self.at:
-            self.at = number
-            resumed = number == plan.token + 1 and self.resumed_ns
-            self.since_ns = self.resumed_ns if resumed else t_ns
+            self.at, self.since_ns = number, t_ns
+        elif number == self.at and t_ns < self.since_ns:
+            self.since_ns = t_ns  # the mark that counts was read after one inside the stage
 
     def restart(self, plan: Plan) -> None:
         """Forgets all but the attempt: the mode was another, and the marks come again."""
         self.plan = plan
         self.at = NOT_BEGUN
-        self.since_ns = self.resumed_ns = 0
+        self.since_ns = self.token_ns = self.resumed_ns = 0
 
-    def stage(self, *, token_awaited: bool) -> Stage | None:
-        """The chain stage; None before the first mark and after the last.
+    def stage(self, *, token_awaited: bool) -> tuple[Stage | None, int]:
+        """The chain stage and when it began; None before the first mark and after the last.
 
         token_awaited  whether somebody will say when the first token has been sent
         """
-        plan, at = self.plan, self.at
-        if at == plan.token and not token_awaited:
-            at += 1
-        return plan.stages[at] if 0 <= at < len(plan.stages) else None
+        plan, at, since_ns = self.plan, self.at, self.since_ns
+        if at == plan.token:
+            if self.token_ns and token_awaited:
+                since_ns = self.token_ns
+            else:
+                at += 1
+        if at == plan.token + 1:
+            since_ns = self.resumed_ns or since_ns
+        return (plan.stages[at] if 0 <= at < len(plan.stages) else None), since_ns
