@@ -19,6 +19,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from pdtrace import semconv as a
+from pdtrace.agent_summary import AgentSummary
 from pdtrace.buckets import COUNT_EDGES, DURATION_EDGES_S
 from pdtrace.collected import CollectedRequest
 from pdtrace.inflight import Look, ProcessState
@@ -72,6 +73,9 @@ _WORKER_COUNTERS = {
     Gauge.STEPS: ("pd_steps", "Forward passes of the process."),
 }
 
+_WAITING, _DROPPED = "spans waiting", "spans dropped"
+"""Names in `AgentSummary.export` that are no counters, or that `dropped` splits by reason."""
+
 _STAGE, _BEGIN, _END, _REASON = a.STAGE.key, a.BEGIN_NS.key, a.END_NS.key, a.WAIT_REASON.key
 _TELLING = frozenset({"gateway.route", "transfer.copy", "decode.gap"})
 """Stages whose spans say more than how long they took."""
@@ -81,27 +85,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentNumbers:
-    """What the agent knows of itself, totals since its start unless they say otherwise.
+    """What the agent knows of itself.
 
-    export     by name, as the delivery counts them
-    lag_s      since the rings were last read to their end
-    poll_age_s since the loop last went round
+    dropped     spans that no exporter will send, by reason
+    lag_s       since the rings were last read to their end
+    poll_age_s  since the loop last went round
     """
 
-    requests: int = 0
-    incomplete: int = 0
-    spans: int = 0
-    records: int = 0
-    missed: int = 0
-    torn: int = 0
-    late: int = 0
-    unnamed: int = 0
-    evicted: int = 0
-    errors: int = 0
+    summary: AgentSummary = field(default_factory=AgentSummary)
+    losses: Losses = field(default_factory=Losses)
+    dropped: Mapping[str, int] = field(default_factory=dict[str, int])
     lag_s: float = 0.0
     poll_age_s: float = 0.0
-    export: Mapping[str, int] = field(default_factory=dict[str, int])
-    losses: Losses = field(default_factory=Losses)
 
 
 class AgentMetrics:
@@ -507,22 +502,38 @@ def _processes(look: Look) -> Iterator[Metric]:
 
 
 def _agent(numbers: AgentNumbers, metric_errors: int) -> Iterator[Metric]:
-    def count(name: str, doc: str, value: float) -> Metric:
-        return _counter(name, doc, (), {(): value})
+    summary = numbers.summary
 
-    yield count("pd_agent_requests", "Finished requests.", numbers.requests)
+    def count(name: str, doc: str, value: float) -> Metric:
+        return _counter(f"pd_agent_{name}", doc, (), {(): value})
+
+    def gauge(name: str, doc: str, value: float) -> Metric:
+        return _gauge(f"pd_agent_{name}", doc, (), {(): value})
+
+    yield count("requests", "Finished requests.", summary.requests)
     yield count(
-        "pd_agent_incomplete_requests",
+        "incomplete_requests",
         "Finished requests of whose marks something is known to be missing.",
-        numbers.incomplete,
+        summary.incomplete,
     )
-    yield count("pd_agent_evicted_requests", "Requests given up: too many open.", numbers.evicted)
-    yield count("pd_agent_spans_recorded", "Spans built of marks.", numbers.spans)
+    yield count("evicted_requests", "Requests given up: too many were open.", summary.evicted)
+    yield count("spans_recorded", "Spans built of marks.", summary.spans)
+    yield count("step_spans", "Forward passes that became spans.", summary.steps)
+    yield count(
+        "step_spans_left_out",
+        "Slow or sampled forward passes beyond the limit of spans per second.",
+        summary.steps_left_out,
+    )
+    for name, value in summary.export.items():
+        if name == _WAITING:
+            yield gauge(_slug(name), "Spans that wait to be exported.", value)
+        elif not name.startswith(_DROPPED):
+            yield count(_slug(name), f"{name[:1].upper()}{name[1:]}.", value)
     yield _counter(
-        "pd_agent_export",
-        "What became of them: exported, dropped by reason, unsampled, spilled, replayed, lost.",
-        ("what",),
-        {(_slug(name),): float(value) for name, value in numbers.export.items()},
+        "pd_agent_spans_dropped",
+        "Spans that no exporter will send, by reason.",
+        ("reason",),
+        {(_slug(reason),): float(value) for reason, value in numbers.dropped.items()},
     )
     yield _counter(
         "pd_agent_records",
@@ -530,11 +541,11 @@ def _agent(numbers: AgentNumbers, metric_errors: int) -> Iterator[Metric]:
         "for a request finished already (late), for one not known (unnamed).",
         ("what",),
         {
-            ("read",): numbers.records,
-            ("missed",): numbers.missed,
-            ("torn",): numbers.torn,
-            ("late",): numbers.late,
-            ("unnamed",): numbers.unnamed,
+            ("read",): summary.records,
+            ("missed",): summary.missed,
+            ("torn",): summary.torn,
+            ("late",): summary.late,
+            ("unnamed",): summary.unnamed,
         },
     )
     yield _counter(
@@ -547,24 +558,15 @@ def _agent(numbers: AgentNumbers, metric_errors: int) -> Iterator[Metric]:
             for kind, value in kinds.items()
         },
     )
-    yield _gauge(
-        "pd_agent_lag_seconds",
-        "Time since the rings were last read to their end.",
-        (),
-        {(): numbers.lag_s},
+    yield gauge("lag_seconds", "Time since the rings were last read to their end.", numbers.lag_s)
+    yield gauge(
+        "last_poll_age_seconds", "Time since the agent's loop last went round.", numbers.poll_age_s
     )
-    yield _gauge(
-        "pd_agent_last_poll_age_seconds",
-        "Time since the agent's loop last went round.",
-        (),
-        {(): numbers.poll_age_s},
-    )
-    yield count("pd_agent_errors", "Faults of the agent, and unreadable rings.", numbers.errors)
-    yield count(
-        "pd_agent_metrics_errors", "Measurements that were wrong or left out.", metric_errors
-    )
+    yield count("rings_deleted", "Finished rings deleted.", summary.rings_deleted)
+    yield count("errors", "Faults of the agent, and unreadable rings.", summary.errors)
+    yield count("metrics_errors", "Measurements that were wrong or left out.", metric_errors)
 
 
 def _slug(name: str) -> str:
-    """`spans exported` as a label value: what can be added up has the same words everywhere."""
+    """`spans exported` as part of a name, or as a label value."""
     return name.strip().replace(" ", "_").lower()

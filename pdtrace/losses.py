@@ -35,6 +35,18 @@ _HEADER = {
 KINDS = ("missed", "torn", "unknown", *_HEADER)
 """Fields of `RingLosses` that count records or strings."""
 
+_WORDS = {
+    "missed": "records overwritten before they were read",
+    "torn": "records damaged",
+    "unknown": "records of kinds that this version does not know",
+    "dropped": "records that could not be written",
+    "errors": "recording calls that failed",
+    "truncated": "strings cut",
+    "shed_steps": "steps left out to keep within the recording budget",
+    "shed_waits": "waits left out to keep within the recording budget",
+    "shed_attributes": "marks without their attributes to keep within the recording budget",
+}
+
 
 class WriterEnd(StrEnum):
     """How the process that wrote a ring ended."""
@@ -63,6 +75,7 @@ class RingLosses(msgspec.Struct, frozen=True, kw_only=True):
     role: str = ""
     instance: str = ""
     pid: int = 0
+    host_id: str = ""
     missed: int = 0
     torn: int = 0
     unknown: int = 0
@@ -99,6 +112,8 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
     evicted    requests given up because too many were open
     overgrown  marks left out of requests with too many
     faults     requests that cost pdtrace an error of its own: no spans, or no verdict
+    lines_lost     requests that could not be written to the files
+    spans_dropped  spans that no exporter will send
     problem    why these totals could not be read; None where they could
     """
 
@@ -111,6 +126,8 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
     evicted: int = 0
     overgrown: int = 0
     faults: int = 0
+    lines_lost: int = 0
+    spans_dropped: int = 0
     problem: str | None = None
 
     def by_instance(self) -> dict[tuple[str, str], dict[str, int]]:
@@ -123,6 +140,28 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
             for kind, count in losses.counts().items():
                 kinds[kind] += count
         return totals
+
+    def sentences(self) -> list[str]:
+        """What is lost, for people: one sentence per ring that lacks something, then the rest."""
+        found: list[str] = []
+        for name, ring in self.rings.items():
+            if ring.unreadable is not None:
+                found.append(f"{name}: {ring.unreadable}")
+        for (_, instance), kinds in self.by_instance().items():
+            counts = [f"{count} {_WORDS[kind]}" for kind, count in kinds.items() if count]
+            if counts:
+                found.append(f"{instance}: {', '.join(counts)}")
+        for count, words in (
+            (self.unnamed, "marks whose request is not known"),
+            (self.evicted, "requests given up because too many were open"),
+            (self.overgrown, "marks left out of requests with too many of them"),
+            (self.faults, "requests that a fault of pdtrace cost their spans or verdict"),
+        ):
+            if count:
+                found.append(f"{count} {words}")
+        if self.problem is not None:
+            found.append(self.problem)
+        return found
 
 
 class LossBook:
@@ -138,13 +177,15 @@ class LossBook:
         made_ns = identity.anchor.wall_ns
         known = self._rings.get(name)
         if known is not None and known.made_ns == made_ns:
-            self._rings[name] = msgspec.structs.replace(
-                known, unreadable=None, ended=None, ended_unix_ns=None, open_requests=0, open_ids=()
-            )
+            self._rings[name] = msgspec.structs.replace(known, unreadable=None)
             return
         self._add_up(name)
         self._rings[name] = RingLosses(
-            made_ns=made_ns, role=identity.role.value, instance=identity.instance, pid=identity.pid
+            made_ns=made_ns,
+            role=identity.role.value,
+            instance=identity.instance,
+            pid=identity.pid,
+            host_id=identity.host_id,
         )
 
     def count(self, name: str, *, missed: int = 0, torn: int = 0, unknown: int = 0) -> None:
@@ -165,9 +206,13 @@ class LossBook:
             self._rings[name] = msgspec.structs.replace(known, **counts)
 
     def ended(self, name: str, end: WriterEnd, unix_ns: int, open_ids: Sequence[str]) -> None:
-        """The writer of a ring is gone, and had these requests open."""
+        """The writer of a ring is gone, and had these requests open. Said once: an agent that reads
+        the ring's end again knows less."""
+        known = self._rings[name]
+        if known.ended is not None:
+            return
         self._rings[name] = msgspec.structs.replace(
-            self._rings[name],
+            known,
             ended=end,
             ended_unix_ns=unix_ns,
             open_requests=len(open_ids),

@@ -1,26 +1,42 @@
 """Tails every ring of a directory into a request tracker.
 
 Owns finding rings, reading them in an order that respects causes, noticing that a writer is gone,
-and where to go on after a restart. Knows nothing of spans.
+how the processes stand, where to go on after a restart, and deleting what nobody needs any more.
+Knows nothing of spans.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from pdtrace.collected import Process
 from pdtrace.errors import RingError
+from pdtrace.inflight import ProcessNow, ProcessState
+from pdtrace.losses import LossBook, Losses, RingLosses, WriterEnd
 from pdtrace.resource import process_of
 from pdtrace.ring import RingPosition, RingReader, WriterState, scan_rings
+from pdtrace.ring.records import OpenRecord, Record, StepRecord
 from pdtrace.sink import SinkPosition
-from pdtrace.stages import Role
+from pdtrace.stages import Gauge, Role
+from pdtrace.steps import ChosenStep, Member
 from pdtrace.tracker import RequestTracker
+
+STALLED_AFTER_S = 3.0
+"""A process that has work and whose loop has not gone round for so long counts as stalled."""
+
+DEFAULT_KEEP_RINGS = 16
+"""Finished rings that are kept, the newest."""
+
+_READ_RECORDS = 16_384
+"""Records of one read: how long others may have to wait for the tracker."""
 
 _MAX_READS = 64
 """Reads of one ring in one round: a writer faster than the reader must not hold up the others."""
@@ -28,19 +44,26 @@ _MAX_READS = 64
 _MANY = 1_000
 """Finished requests whose first position may be kept behind one that is in flight for long."""
 
+_WORK_GAUGES = ("in_flight", "running", "waiting", "copy_jobs_waiting")
+
 _log = logging.getLogger(__name__)
 
 
 class RingState(msgspec.Struct, frozen=True, kw_only=True):
     """Where to go on in a ring; `made_ns` tells it from an earlier ring of the same name.
 
-    last_key  highest key seen: marks with keys up to it belong to requests that are finished, or
-              whose OPEN records follow `position`
+    last_key   highest key seen: marks with keys up to it belong to requests that are finished, or
+               whose OPEN records follow `position`
+    counted    number of the record up to which losses were counted, beyond `position`
+    last_step  number of the last forward pass that was looked at
+    finished   its writer is gone, and all requests in it were handed on
     """
 
     made_ns: int
     position: RingPosition
     last_key: int = 0
+    counted: int = 0
+    last_step: int = 0
     finished: bool = False
 
 
@@ -55,28 +78,50 @@ class TailCounts:
     unreadable: int = 0
 
 
+Since = dict[str, tuple[RingPosition, SinkPosition]]
+"""Where a ring and the sink stood before each request in flight appeared in the ring, by root."""
+
+
 @dataclass(slots=True)
 class _Tail:
     reader: RingReader
+    process: Process
     made_ns: int
+    counted: int = 0
+    last_step: int = 0
     seen_alive: bool = False
     missed: int = 0
     torn: int = 0
-    since: dict[str, tuple[RingPosition, SinkPosition]] = field(
-        default_factory=dict[str, tuple[RingPosition, SinkPosition]]
-    )
-    """Where this ring and the sink stood before each request in flight appeared here."""
+    unknown: int = 0
+    since: Since = field(default_factory=Since)
 
     @property
     def is_gateway(self) -> bool:
         return self.reader.identity.role is Role.GATEWAY
 
+    @property
+    def has_steps(self) -> bool:
+        return self.reader.identity.role in {Role.PREFILL, Role.DECODE, Role.WORKER}
+
+
+@dataclass(slots=True)
+class _Left:
+    """A ring that was read to its end while requests in it are in flight in other rings. They stay
+    its business: a restarted agent has to read them again."""
+
+    state: RingState
+    since: Since
+
 
 class RingTails:
-    """The rings of `directory`, fed into `tracker`. Not thread-safe.
+    """The rings of `directory`, fed into `tracker`. One thread reads; any may ask `processes` and
+    `losses`.
 
     known   states of a former agent: finished rings are left alone, others go on where they were
+    losses  what former agents found to be lost
+    choose  whether a forward pass is to become a span; asked once for each, by ring and process
     counts  totals
+    lock    held while the tracker changes: who asks the tracker from another thread holds it
     """
 
     def __init__(
@@ -85,12 +130,19 @@ class RingTails:
         tracker: RequestTracker,
         *,
         known: Mapping[str, RingState] | None = None,
+        losses: Losses | None = None,
+        choose: Callable[[str, Process, StepRecord], bool] | None = None,
     ) -> None:
         self.counts = TailCounts()
         self.directory = Path(directory)
+        self.lock = threading.RLock()
         self._tracker = tracker
         self._known = dict(known or {})
+        self._book = LossBook(losses)
+        self._choose = choose
+        self._chosen: list[ChosenStep] = []
         self._tails: dict[str, _Tail] = {}
+        self._left: dict[str, _Left] = {}
         self._left_alone: dict[str, tuple[int, int]] = {}
         self._said: set[str] = set()
 
@@ -102,11 +154,11 @@ class RingTails:
     @property
     def num_finished(self) -> int:
         """Rings whose writer is gone and which are read to their end."""
-        return sum(1 for state in self._known.values() if state.finished)
+        return len(self._left) + sum(1 for state in self._known.values() if state.finished)
 
-    def read(self, now_ns: int, sink_position: SinkPosition | None) -> bool:
+    def read(self, now_ns: int, sink_position: SinkPosition) -> bool:
         """Reads what the rings hold, and takes leave of those whose writer is gone; whether all of
-        it was read. `sink_position` is kept for `states`; None where nobody will ask.
+        it was read. `sink_position` is kept for `states`.
 
         Gateways come first, once: whatever led to the end of a request is then in the other rings
         already, also in those that are found only afterwards.
@@ -153,28 +205,134 @@ class RingTails:
         """Where to go on so that nothing in flight is lost, and since when the sink may hold
         requests that will then be read again."""
         states = {name: state for name, state in self._known.items() if state.finished}
+        for name, left in list(self._left.items()):
+            oldest = self._oldest(left)
+            if oldest is None:
+                del self._left[name]
+                states[name] = self._known[name] = left.state
+                continue
+            position, sink_at = oldest
+            sink = min(sink, sink_at, key=_sink_order)
+            states[name] = msgspec.structs.replace(left.state, position=position, finished=False)
         for name, tail in self._tails.items():
             position = tail.reader.position()
             oldest = self._oldest(tail)
             if oldest is not None:
                 position, sink_at = oldest
-                sink = min(sink, sink_at, key=lambda at: (at.number, at.offset))
-            states[name] = RingState(
-                made_ns=tail.made_ns, position=position, last_key=self._tracker.last_key(name)
-            )
+                sink = min(sink, sink_at, key=_sink_order)
+            states[name] = msgspec.structs.replace(self._state(name, tail), position=position)
         return states, sink
 
-    def _oldest(self, tail: _Tail) -> tuple[RingPosition, SinkPosition] | None:
+    def _state(self, name: str, tail: _Tail) -> RingState:
+        return RingState(
+            made_ns=tail.made_ns,
+            position=tail.reader.position(),
+            last_key=self._tracker.last_key(name),
+            counted=max(tail.counted, tail.reader.position().number),
+            last_step=tail.last_step,
+        )
+
+    def _oldest(self, ring: _Tail | _Left) -> tuple[RingPosition, SinkPosition] | None:
         """Where the first request in flight of a ring appeared: positions only grow."""
-        since, is_open = tail.since, self._tracker.is_open
+        since, is_open = ring.since, self._tracker.is_open
         if len(since) > 2 * self._tracker.num_open + _MANY:
-            tail.since = since = {root: at for root, at in since.items() if is_open(root)}
+            ring.since = since = {root: at for root, at in since.items() if is_open(root)}
         while since:
             root = next(iter(since))
             if is_open(root):
                 return since[root]
             del since[root]
         return None
+
+    def take_steps(self) -> list[ChosenStep]:
+        """Forward passes chosen since the last call."""
+        chosen, self._chosen = self._chosen, []
+        return chosen
+
+    def losses(self, **totals: int) -> Losses:
+        """What is known to be lost; `totals` are this agent's own fields of `Losses`."""
+        with self.lock:
+            for name, tail in self._tails.items():
+                try:
+                    self._book.header(name, tail.reader.counters())
+                except (OSError, RingError):
+                    continue  # reading says what is wrong with it
+            self._book.tidy({*self._tails, *self._left, *self._known, *self._left_alone})
+            return self._book.losses(**totals)
+
+    def processes(self, now_ns: int) -> list[ProcessNow]:
+        """Every process that records, and how the latest of each name ended that does not.
+
+        now_ns  CLOCK_MONOTONIC of this host
+        """
+        with self.lock:
+            shown = [
+                process
+                for name, tail in self._tails.items()
+                if (process := self._process_now(name, tail, now_ns)) is not None
+            ]
+            alive = {(process.role, process.instance) for process in shown}
+            gone: dict[tuple[str, str], RingLosses] = {}
+            for ring in self._book.losses().rings.values():
+                key = (ring.role, ring.instance)
+                if ring.ended is None or key in alive:
+                    continue
+                if key not in gone or gone[key].made_ns < ring.made_ns:
+                    gone[key] = ring
+        return shown + [_process_gone(ring) for _, ring in sorted(gone.items())]
+
+    def _process_now(self, name: str, tail: _Tail, now_ns: int) -> ProcessNow | None:
+        try:
+            gauges = tail.reader.gauges()
+            writer = tail.reader.writer_state()
+        except (OSError, RingError):
+            return None  # reading says what is wrong with it
+        values = {gauge.name.lower(): value for gauge, value in gauges.items()}
+        progress_ns = gauges.get(Gauge.LAST_PROGRESS_NS)
+        age_s = None if progress_ns is None else max(0, now_ns - progress_ns) / 1e9
+        held = len(self._tracker.held_in(name))
+        has_work = held > 0 or any(values.get(gauge, 0) > 0 for gauge in _WORK_GAUGES)
+        state = ProcessState.ALIVE
+        if writer is WriterState.CLOSED:
+            state = ProcessState.CLOSED
+        elif writer is WriterState.DEAD:
+            state = ProcessState.LOST
+        elif has_work and age_s is not None and age_s > STALLED_AFTER_S:
+            state = ProcessState.STALLED
+        identity = tail.reader.identity
+        return ProcessNow(
+            role=identity.role.value,
+            instance=identity.instance,
+            pid=identity.pid,
+            host_id=identity.host_id,
+            state=state,
+            progress_age_s=age_s,
+            open_requests=held,
+            gauges=values,
+        )
+
+    def delete_old(self, keep: int) -> int:
+        """Deletes finished rings but the `keep` newest; how many. Those with a request in flight,
+        and those that could not be read, stay: somebody may still want them."""
+        finished = [
+            (state.made_ns, name)
+            for name, state in self._known.items()
+            if state.finished and not self._book.is_unreadable(name)
+        ]
+        deleted = 0
+        for _, name in sorted(finished)[: max(0, len(finished) - keep)]:
+            path = self.directory / name
+            try:
+                if self._left_alone.get(name) != _look(path):
+                    continue  # another file under this name: not the one that was read
+                path.unlink()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._say_once(f"cannot delete {path}, whose requests are delivered: {error}")
+                continue
+            deleted += 1
+        return deleted
 
     def close(self) -> None:
         """Closes the files. Idempotent."""
@@ -192,15 +350,14 @@ class RingTails:
         for path in paths:
             if path.name not in self._tails:
                 self._open(path)
-        for name in set(self._known) - names - set(self._tails):
-            del self._known[name]
+        for name in (set(self._known) | set(self._left_alone)) - names - set(self._tails):
+            self._known.pop(name, None)
             self._left_alone.pop(name, None)
 
     def _open(self, path: Path) -> None:
         name = path.name
         try:
-            stat = path.stat()
-            look = (stat.st_ino, stat.st_mtime_ns)
+            look = _look(path)
             if self._left_alone.get(name) == look:
                 return
             self._left_alone[name] = look
@@ -209,10 +366,16 @@ class RingTails:
             return
         except (OSError, RingError) as error:
             self.counts.unreadable += 1
+            self._book.unreadable(name, str(error))
             _log.error("a ring cannot be read, its requests are left out: %s", error)
             return
         made_ns = reader.identity.anchor.wall_ns
+        left = self._left.get(name)
+        if left is not None and left.state.made_ns == made_ns:
+            reader.close()
+            return
         known = self._known.get(name)
+        tail = _Tail(reader, process_of(reader.identity, os.environ), made_ns)
         handled_key = 0
         if known is not None and known.made_ns == made_ns:
             if known.finished:
@@ -221,20 +384,23 @@ class RingTails:
             try:
                 reader.seek(known.position)
                 handled_key = known.last_key
+                tail.counted, tail.last_step = known.counted, known.last_step
             except RingError as error:
                 self._say_once(f"{error}: it is read from its begin")
-        self._left_alone.pop(name, None)
-        self._known.pop(name, None)
-        self._tails[name] = _Tail(reader, made_ns)
-        process = process_of(reader.identity, os.environ)
-        self._tracker.add_ring(name, process, handled_key=handled_key)
+        with self.lock:
+            self._left.pop(name, None)
+            self._left_alone.pop(name, None)
+            self._known.pop(name, None)
+            self._tails[name] = tail
+            self._book.begin(name, reader.identity)
+            self._tracker.add_ring(name, tail.process, handled_key=handled_key)
         self.counts.rings += 1
 
     def _drain(
         self,
         name: str,
         now_ns: int,
-        sink_position: SinkPosition | None,
+        sink_position: SinkPosition,
         *,
         max_reads: int = _MAX_READS,
         final: bool = False,
@@ -244,48 +410,133 @@ class RingTails:
         for _ in range(max_reads):
             position = tail.reader.position()
             try:
-                records = tail.reader.read(final=final)
+                records = tail.reader.read(limit=_READ_RECORDS, final=final)
             except (OSError, RingError) as error:
                 self._damaged(name, error)
                 return True
-            self._count_losses(name, tail)
-            if not records:
-                return True
+            with self.lock:
+                self._count_losses(name, tail, position.number)
+                if not records:
+                    return True
+                if self._choose is not None and tail.has_steps:
+                    self._choose_steps(name, tail, records, self._choose)
+                appeared = self._tracker.feed(name, records, now_ns)
             self.counts.records += len(records)
-            appeared = self._tracker.feed(name, records, now_ns)
-            if sink_position is not None:
-                for root in appeared:
-                    tail.since.setdefault(root, (position, sink_position))
+            for root in appeared:
+                tail.since.setdefault(root, (position, sink_position))
         return False
 
-    def _count_losses(self, name: str, tail: _Tail) -> None:
-        missed, torn = tail.reader.missed - tail.missed, tail.reader.torn - tail.torn
-        if not missed and not torn:
+    def _choose_steps(
+        self,
+        name: str,
+        tail: _Tail,
+        records: list[Record],
+        choose: Callable[[str, Process, StepRecord], bool],
+    ) -> None:
+        """Before the tracker sees the records: after it, members that end in them have no name."""
+        for record in records:
+            if record.__class__ is not StepRecord or not isinstance(record, StepRecord):
+                continue
+            if record.number <= tail.last_step:
+                continue  # looked at by a former agent
+            tail.last_step = record.number
+            if choose(name, tail.process, record):
+                members = tuple(self._members(name, record, records))
+                self._chosen.append(ChosenStep(tail.process, record, members))
+
+    def _members(self, name: str, step: StepRecord, records: list[Record]) -> list[Member]:
+        opened = {
+            record.key: record.context for record in records if isinstance(record, OpenRecord)
+        }
+        members: list[Member] = []
+        for key in step.members:
+            if key in opened:
+                context = opened[key]
+                span_id = context.attempt_span_id
+            elif (found := self._tracker.attempt_at(name, key)) is not None:
+                context, span_id = found
+            else:
+                continue
+            members.append(Member(context.request_id, context.trace_id, span_id, context.sampled))
+        return members
+
+    def _count_losses(self, name: str, tail: _Tail, before: int) -> None:
+        """Counts what the last read, which began at record `before`, has found to be lost."""
+        reader = tail.reader
+        missed, torn = reader.missed - tail.missed, reader.torn - tail.torn
+        unknown = reader.unknown - tail.unknown
+        if not missed and not torn and not unknown:
             return
-        tail.missed, tail.torn = tail.reader.missed, tail.reader.torn
+        tail.missed, tail.torn, tail.unknown = reader.missed, reader.torn, reader.unknown
+        if missed or torn:
+            self._tracker.records_missed(name, missed + torn)
+        # What lies before `counted` was read, and counted, by a former agent.
+        if before < tail.counted:
+            missed = min(missed, max(0, reader.position().number - tail.counted))
+            torn = unknown = 0
         self.counts.missed += missed
         self.counts.torn += torn
-        self._tracker.records_missed(name, missed + torn)
+        self._book.count(name, missed=missed, torn=torn, unknown=unknown)
         if missed:
             self._say_once(
-                f"{tail.reader.identity.instance} records faster than the agent reads: records "
+                f"{reader.identity.instance} records faster than the agent reads: records "
                 "were overwritten, and are counted. Give its recorder a larger ring"
             )
 
     def _damaged(self, name: str, error: Exception) -> None:
         self.counts.unreadable += 1
+        self._book.unreadable(name, str(error))
         _log.error("a ring is left out from here: %s", error)
         self._leave(name, None, "ring_damaged")
 
     def _leave(self, name: str, gone_ns: int | None, reason: str) -> None:
-        tail = self._tails.pop(name)
-        self._tracker.ring_gone(name, gone_ns, reason)
-        self._known[name] = RingState(
-            made_ns=tail.made_ns, position=tail.reader.position(), finished=True
-        )
-        tail.reader.close()
+        with self.lock:
+            tail = self._tails[name]
+            if reason != "ring_damaged":
+                self._book_end(name, tail, reason)
+            state = msgspec.structs.replace(self._state(name, tail), finished=True)
+            del self._tails[name]
+            self._tracker.ring_gone(name, gone_ns, reason)
+            try:
+                look = _look(tail.reader.path)
+            except OSError:
+                pass  # deleted under the agent: there is nothing to come back to
+            else:
+                self._left_alone[name] = look
+            self._left[name] = _Left(state, tail.since)
+            tail.reader.close()
+
+    def _book_end(self, name: str, tail: _Tail, reason: str) -> None:
+        try:
+            self._book.header(name, tail.reader.counters())
+        except (OSError, RingError):
+            pass  # cut short since the last read
+        end = WriterEnd.CLOSED if reason == "process_exited" else WriterEnd.LOST
+        self._book.ended(name, end, time.time_ns(), self._tracker.held_in(name))
 
     def _say_once(self, message: str) -> None:
         if message not in self._said:
             self._said.add(message)
             _log.warning("%s", message)
+
+
+def _look(path: Path) -> tuple[int, int]:
+    """What tells a file from another under its name, and from itself when written to."""
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def _sink_order(position: SinkPosition) -> tuple[int, int]:
+    return position.number, position.offset
+
+
+def _process_gone(ring: RingLosses) -> ProcessNow:
+    closed = ring.ended is WriterEnd.CLOSED
+    return ProcessNow(
+        role=ring.role,
+        instance=ring.instance,
+        pid=ring.pid,
+        host_id=ring.host_id,
+        state=ProcessState.CLOSED if closed else ProcessState.LOST,
+        open_requests=ring.open_requests,
+    )
