@@ -8,7 +8,7 @@ lets `settle` run everything to its end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,15 +84,23 @@ class BusOutbox:
 
 @dataclass(slots=True)
 class BusInbox:
+    """`cost_ms`: how long the reader takes for each message of a type."""
+
+    clock: FakeClock
     waiting: deque[Received] = field(default_factory=deque[Received])
+    cost_ms: dict[type, float] = field(default_factory=dict[type, float])
 
     def get(self, timeout_s: float) -> Received | None:
-        return self.waiting.popleft() if self.waiting else None
+        return self._read(self.waiting.popleft()) if self.waiting else None
 
     def drain(self) -> list[Received]:
-        messages = list(self.waiting)
+        messages = [self._read(received) for received in self.waiting]
         self.waiting.clear()
         return messages
+
+    def _read(self, received: Received) -> Received:
+        self.clock.advance(ms=self.cost_ms.get(type(received.message), 0))
+        return received
 
 
 class TransferDouble:
@@ -230,6 +238,7 @@ class Cluster:
         decode_model: FakeModel | None = None,
         decode_layout: KvLayout | None = None,
         step_ms: float = 0.0,
+        step_time: Callable[[StepShape], float] | None = None,
         record: bool = True,
         clock: FakeClock | None = None,
         registered: bool = True,
@@ -252,12 +261,13 @@ class Cluster:
         self.gateway = Peer(instance="gateway-0", endpoint="gateway", incarnation="g")
         self.engines: dict[str, FakeEngine] = {}
         self.workers: dict[str, Scheduler[Any]] = {}
-        self._inboxes: dict[str, BusInbox] = {}
+        self.inboxes: dict[str, BusInbox] = {}
         self.delivered: list[tuple[str, AnyMessage]] = []
         """Every message handed over, with its receiver, in order."""
         self._num_requests = 0
         self._record = record
-        self._step_ms = step_ms
+        self.step_time = step_time or (lambda _: step_ms / 1e3)
+        """Seconds that a step of any worker takes; may be replaced at any time."""
         roles = (
             {"worker-0": Role.WORKER}
             if colocated
@@ -295,11 +305,11 @@ class Cluster:
             num_pages=pages,
             page_size=self.settings.page_size,
             model=decode_model if role is Role.DECODE else self.model,
-            step_time=self._step_time,
+            step_time=self._take_step,
             sleep=lambda seconds: self.clock.advance(s=seconds),
         )
         self.engines[instance] = engine
-        inbox = self._inboxes[instance] = BusInbox()
+        inbox = self.inboxes[instance] = BusInbox(self.clock)
         ports = Ports(
             inbox=inbox,
             outbox=BusOutbox(instance, self.channels),
@@ -314,8 +324,8 @@ class Cluster:
         }
         self.workers[instance] = classes[role](config, engine, ports)
 
-    def _step_time(self, _: StepShape) -> float:
-        return self._step_ms / 1e3
+    def _take_step(self, shape: StepShape) -> float:
+        return self.step_time(shape)
 
     @property
     def prefill(self) -> PrefillWorker:
@@ -455,7 +465,7 @@ class Cluster:
         elif receiver == "transfer":
             self.transfer.take(message)
         else:
-            self._inboxes[receiver].waiting.append(Received(message, self.clock.monotonic_ns()))
+            self.inboxes[receiver].waiting.append(Received(message, self.clock.monotonic_ns()))
 
     def deliver_all(self) -> None:
         """Hand over every message on its way."""
