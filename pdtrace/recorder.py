@@ -33,14 +33,18 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
+from pdtrace.budget import DEFAULT_BUDGET, ESSENTIAL_MARKS, Budget, Costs, Detail, Work, read_budget
+from pdtrace.calibration import MEMBERS, measure_costs
 from pdtrace.clock import SYSTEM_CLOCK, Clock
-from pdtrace.errors import PdtraceError, RecordError, RingClosedError
+from pdtrace.errors import PdtraceError, RecordError, RingClosedError, RingCreateError
 from pdtrace.propagation import RequestContext
 from pdtrace.ring.codec import (
     Encode,
+    build_bare_encoders,
     build_encoders,
     encode_clock,
     encode_open,
@@ -50,7 +54,16 @@ from pdtrace.ring.codec import (
 )
 from pdtrace.ring.files import create_ring
 from pdtrace.ring.identity import make_identity, resource_from_env
-from pdtrace.ring.layout import KIND_END, Counter, ResourceValue, RingCapacity
+from pdtrace.ring.layout import (
+    BARE_BYTES,
+    KIND_END,
+    MAX_STEP_MEMBERS,
+    RECORD_HEADER,
+    STEP_HEAD,
+    Counter,
+    ResourceValue,
+    RingCapacity,
+)
 from pdtrace.ring.records import Value
 from pdtrace.ring.writer import RingWriter
 from pdtrace.stages import MARKS, Gauge, Mark, Outcome, Role, StepKind, WaitReason
@@ -60,6 +73,10 @@ MAX_BLOCKERS = 4
 """Request ids that a wait keeps."""
 WAIT_REFRESH_NS = 100_000_000
 """A wait whose numbers alone change is recorded again at most this often."""
+
+_FULL, _WAITS = int(Detail.FULL), int(Detail.WAITS)
+_SHED: tuple[int | None, ...] = ()  # numbers of a wait that was left out: equal to none
+_STEP_BYTES = RECORD_HEADER.size + STEP_HEAD.size
 
 _logger = logging.getLogger(__name__)
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
@@ -79,6 +96,7 @@ class RequestTrace:
         "_cause",
         "_encoders",
         "_fail",
+        "_kinds",
         "_now",
         "_numbers",
         "_recorder",
@@ -98,7 +116,8 @@ class RequestTrace:
         opened_ns: int,
         *,
         append: Callable[[bytes], None],
-        encoders: list[Encode | None],
+        encoders: Sequence[Encode | None],
+        kinds: Sequence[int | None],
     ) -> None:
         self.context = context
         self.key = key
@@ -108,6 +127,7 @@ class RequestTrace:
         self._recorder = recorder
         self._append = append
         self._encoders = encoders
+        self._kinds = kinds
         self._attempt = min(max(context.attempt, 0), 2**32 - 1)
         self._now = recorder.clock.monotonic_ns
         self._fail = recorder.report
@@ -125,13 +145,16 @@ class RequestTrace:
         try:
             if at_ns is None:
                 at_ns = self._now()
-            encode = self._encoders[mark]
-            if encode is None:
-                raise RecordError(_refusal(self._recorder.role, mark))
             if values:
+                encode = self._encoders[mark]
+                if encode is None:
+                    raise RecordError(_refusal(self._recorder.role, mark))
                 self._append(encode(self._attempt, self.key, at_ns, values))
             else:
-                self._append(pack_head(mark, 0, self._attempt, self.key, at_ns))
+                kind = self._kinds[mark]  # a plain int packs faster than a Mark
+                if kind is None:
+                    raise RecordError(_refusal(self._recorder.role, mark))
+                self._append(pack_head(kind, 0, self._attempt, self.key, at_ns))
         except Exception as error:  # the guard: telemetry never reaches the request
             self._fail(error)
 
@@ -169,9 +192,17 @@ class RequestTrace:
                     return
             elif at_ns is None:
                 at_ns = self._now()
+            recorder = self._recorder
+            if recorder.detail < _WAITS:
+                if cause != self._cause or self._numbers is not _SHED:
+                    recorder.shed_wait()
+                # Said again, and recorded if there is room by then, after WAIT_REFRESH_NS.
+                self._cause, self._numbers, self._wait_ns = cause, _SHED, at_ns
+                return
+            recorder.work.waits += 1
             blockers: str | None = None
             if isinstance(blocker, tuple):
-                blocker, blockers = self._recorder.name_blockers(blocker)
+                blocker, blockers = recorder.name_blockers(blocker)
         except Exception as error:  # the guard: telemetry never reaches the request
             self._fail(error)
             return
@@ -232,6 +263,8 @@ class Recorder:
     path      the ring file, None for memory or when disabled
     clock_id  `<host id>/<boot id>`: processes with equal ones share CLOCK_MONOTONIC; "" when
               disabled
+    detail    what is recorded (`pdtrace.budget.Detail`)
+    work      what was recorded and left out, for the budget
     """
 
     enabled = True
@@ -244,6 +277,7 @@ class Recorder:
         *,
         clock: Clock,
         raise_errors: bool,
+        budget: float | None = None,
     ) -> None:
         self.role = role
         self.instance = instance
@@ -251,15 +285,24 @@ class Recorder:
         self.path: Path | None = None
         self.errors = 0
         """Errors that the guard swallowed, also those after close()."""
+        self.dropped = 0
+        """In a forked child: what it recorded on its parent's requests, with or without a ring."""
+        self.detail = _FULL
+        self.work = Work()
         self._make_ring = make_ring
         self._raise_errors = raise_errors
         self._logged: set[str] = set()
         self._next_key = 1
         self._steps = 0
         self._live: dict[int, RequestTrace] = {}  # oldest OPEN record first
-        self._encoders = list(
-            build_encoders(role, on_error=self.report, on_truncated=self._count_truncated)
+        self._full_encoders = build_encoders(
+            role, on_error=self.report, on_truncated=self._count_truncated
         )
+        self._encoders = list(self._full_encoders)  # those in force, shared by all traces
+        self._kinds = [None if one is None else kind for kind, one in enumerate(self._encoders)]
+        self._share = budget
+        self._warned_of_budget = False
+        self._budget: Budget | None = None
         self._closed = False
         self._ring: RingWriter | None = None
         self._attach_ring()
@@ -276,6 +319,7 @@ class Recorder:
         clock: Clock = SYSTEM_CLOCK,
         capacity: RingCapacity | None = None,
         raise_errors: bool | None = None,
+        budget: float | None = DEFAULT_BUDGET,
     ) -> Recorder:
         """Make `<directory>/<instance>-<pid>.ring` and record into it.
 
@@ -285,9 +329,16 @@ class Recorder:
                       `pd-<role>`
         capacity      64 blocks of 64 KiB by default: about 100,000 marks before the oldest go
         raise_errors  None: as PDTRACE_RAISE says
+        budget        share of one core that recording may take: beyond it steps, then waits, then
+                      attributes are left out and counted; None: no limit. PDTRACE_BUDGET, a number
+                      or `off`, has the last word
 
-        Raises RingCreateError.
+        Raises RingCreateError, also for a budget that is none.
         """
+        try:
+            share = read_budget(os.environ, budget)
+        except ValueError as error:
+            raise RingCreateError(str(error)) from error
         capacity = RingCapacity() if capacity is None else capacity
         attributes = {**resource_from_env(os.environ), **(resource or {})}
 
@@ -295,7 +346,14 @@ class Recorder:
             identity = make_identity(role=role, instance=instance, resource=attributes, clock=clock)
             return create_ring(directory, identity, capacity)
 
-        return cls(role, instance, make_ring, clock=clock, raise_errors=should_raise(raise_errors))
+        return cls(
+            role,
+            instance,
+            make_ring,
+            clock=clock,
+            raise_errors=should_raise(raise_errors),
+            budget=share,
+        )
 
     @classmethod
     def disabled(cls) -> Recorder:
@@ -314,6 +372,8 @@ class Recorder:
         ring = self._ring
         if ring is None:
             ring = self._attach_ring_after_fork()
+        elif self.detail < _FULL and at_ns is None:
+            self._look(opened_ns)
         trace = RequestTrace(
             self,
             context,
@@ -321,6 +381,7 @@ class Recorder:
             opened_ns,
             append=self._refuse if ring is None else ring.append,
             encoders=self._encoders,
+            kinds=self._kinds,
         )
         try:
             truncated = trace.write_open()
@@ -352,12 +413,17 @@ class Recorder:
         """
         number = self._steps = self._steps + 1
         try:
+            if self.detail < _FULL:
+                self._shed_step(len(traces))
+                return number
             ring = self._writer()
             members = [trace.key for trace in traces if trace.ring is ring]
             body = encode_step(
                 kind, number, begin_ns, end_ns, tokens=tokens, members=members, size=len(traces)
             )
             ring.append(body)
+            self.work.steps += 1
+            self.work.members += len(members)
         except Exception as error:  # the guard: telemetry never reaches the request
             self.report(error)
         return number
@@ -453,6 +519,12 @@ class Recorder:
             self._ring.count(Counter.TRUNCATED, left_out)
         return ids[0], joined
 
+    def shed_wait(self) -> None:
+        """Count a wait that is left out; for `RequestTrace`."""
+        self.work.shed_waits += 1
+        if self._ring is not None:
+            self._ring.count(Counter.SHED_WAITS)
+
     def leave_to_parent(self) -> None:
         """In a forked child: touch the parent's ring no more."""
         if self._ring is not None:
@@ -460,16 +532,74 @@ class Recorder:
             self._ring = None
         self.path = None
         self._steps = 0
+        self.dropped = 0
         for trace in self._live.values():
             trace.detach(self._drop)
         self._live.clear()
 
     def _attach_ring(self) -> RingWriter:
         ring, self.path = self._make_ring()
-        ring.on_block = self._repeat_opens
+        ring.on_block = self._on_block
         self._ring = ring
         self.clock_id = ring.identity.clock_id
+        self.work = Work()
+        if self._share is not None:
+            self._budget = Budget(self._share, recording_costs(), now_ns=self.clock.monotonic_ns())
+            self._keep_detail(Detail.FULL)
+            ring.gauges[Gauge.RECORDING_SHARE_PPM] = 0
         return ring
+
+    def _on_block(self) -> None:
+        self._repeat_opens()
+        if self._budget is not None:
+            try:
+                self._look(self.clock.monotonic_ns())
+            except Exception as error:  # the guard: the record that turned the block is not lost
+                self.report(error)
+
+    def _look(self, now_ns: int) -> None:
+        """Let the budget say how much detail there is from here on."""
+        budget, ring, work = self._budget, self._ring, self.work
+        if budget is None or ring is None:
+            return
+        work.records = ring.written
+        steps_bytes = work.steps * _STEP_BYTES + work.members * 8
+        work.bytes = ring.reach - steps_bytes - (work.records - work.steps) * BARE_BYTES
+        if budget.look(now_ns, work):
+            if not self._warned_of_budget:
+                self._warned_of_budget = True
+                _logger.warning(
+                    "recording of %s takes more than its budget of %g of a core: detail goes down "
+                    "to %s; what is left out is counted in the ring (gauge RECORDING_DETAIL)",
+                    self.instance,
+                    self._share,
+                    budget.detail.name,
+                )
+            self._keep_detail(budget.detail)
+        ring.gauges[Gauge.RECORDING_SHARE_PPM] = round(budget.share * 1e6)
+
+    def _keep_detail(self, detail: Detail) -> None:
+        if detail is Detail.ESSENTIAL:
+            self._encoders[:] = build_bare_encoders(
+                self._full_encoders, ESSENTIAL_MARKS, self._shed_attributes
+            )
+        elif self.detail == Detail.ESSENTIAL:
+            self._encoders[:] = self._full_encoders
+        self.detail = int(detail)
+        if self._ring is not None:
+            self._ring.gauges[Gauge.RECORDING_DETAIL] = self.detail
+
+    def _shed_step(self, size: int) -> None:
+        self.work.shed_steps += 1
+        self.work.shed_members += min(size, MAX_STEP_MEMBERS)
+        if self._ring is not None:
+            self._ring.count(Counter.SHED_STEPS)
+            self._look(self.clock.monotonic_ns())
+
+    def _shed_attributes(self) -> None:
+        self.work.shed_attributes += 1
+        if self._ring is not None:
+            self._ring.count(Counter.SHED_ATTRIBUTES)
 
     def _writer(self) -> RingWriter:
         ring = self._ring or self._attach_ring_after_fork()
@@ -482,11 +612,14 @@ class Recorder:
         if self._closed:
             return None
         try:
-            return self._attach_ring()
+            ring = self._attach_ring()
         except Exception as error:  # the guard: telemetry never reaches the request
             self._closed = True
             self.report(error)
             return None
+        if self.dropped:
+            ring.count(Counter.DROPPED, self.dropped)
+        return ring
 
     def _repeat_opens(self) -> None:
         """Write again the OPEN records that the next block recycles, oldest first."""
@@ -510,8 +643,16 @@ class Recorder:
             self._ring.count(Counter.TRUNCATED)
 
     def _drop(self, body: bytes) -> None:
+        self.dropped += 1
         if self._ring is not None:
             self._ring.count(Counter.DROPPED)
+        if "dropped" not in self._logged:
+            self._logged.add("dropped")
+            _logger.warning(
+                "%s: a forked child recorded on a request that its parent began; that is dropped, "
+                "and further records are only counted",
+                self.instance,
+            )
 
     def _refuse(self, body: bytes) -> NoReturn:
         raise RingClosedError(
@@ -557,10 +698,13 @@ class _DisabledRecorder(Recorder):
         self.clock = SYSTEM_CLOCK
         self.path = None
         self.errors = 0
+        self.dropped = 0
         self.clock_id = ""
+        self.detail = _FULL
+        self.work = Work()
 
     def begin(self, context: RequestContext, *, at_ns: int | None = None) -> RequestTrace:
-        return _DisabledTrace(self, context, 0, 0, append=_refuse_ended, encoders=[])
+        return _DisabledTrace(self, context, 0, 0, append=_refuse_ended, encoders=[], kinds=[])
 
     def step(
         self,
@@ -595,6 +739,23 @@ class _DisabledRecorder(Recorder):
 
 
 _DISABLED = _DisabledRecorder()
+
+
+@cache
+def recording_costs() -> Costs:
+    """What recording costs in this process, measured at the first call (about 5 ms)."""
+    capacity = RingCapacity(blocks=4)
+
+    def make_ring() -> tuple[RingWriter, None]:
+        identity = make_identity(role=Role.DECODE, instance="calibration", resource={})
+        return RingWriter(bytearray(capacity.file_bytes), identity, capacity), None
+
+    recorder = Recorder(
+        Role.DECODE, "calibration", make_ring, clock=SYSTEM_CLOCK, raise_errors=True
+    )
+    with recorder:
+        context = RequestContext.create()
+        return measure_costs(recorder, [recorder.begin(context) for _ in range(MEMBERS)])
 
 
 def should_raise(raise_errors: bool | None) -> bool:

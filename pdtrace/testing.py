@@ -96,8 +96,16 @@ class _Recorders(dict[Role, Recorder]):
 class MemoryRings:
     """Recorders whose rings live in this process's memory, in the format of the files."""
 
-    def __init__(self, *, clock: Clock = SYSTEM_CLOCK, capacity: RingCapacity = SMALL_RING) -> None:
+    def __init__(
+        self,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        capacity: RingCapacity = SMALL_RING,
+        budget: float | None = None,
+    ) -> None:
+        """budget: as for `Recorder.open`, off by default."""
         self._clock = clock
+        self._budget = budget
         self._capacity = capacity
         self._readers: dict[tuple[Role, str], RingReader] = {}
         self._by_instance: dict[tuple[Role, str], Recorder] = {}
@@ -124,7 +132,14 @@ class MemoryRings:
             self._readers[role, instance] = RingReader.over(buffer, name=instance)
             return writer, None
 
-        return Recorder(role, instance, make_ring, clock=self._clock, raise_errors=True)
+        return Recorder(
+            role,
+            instance,
+            make_ring,
+            clock=self._clock,
+            raise_errors=True,
+            budget=self._budget,
+        )
 
     def reader(self, role: Role, instance: str | None = None) -> RingReader:
         """The one reader that `records` uses for this instance."""
@@ -160,6 +175,7 @@ def open_recorders(
             clock=clock,
             capacity=capacity,
             raise_errors=True,
+            budget=None,
         )
         for role in roles
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, SupportsFloat, SupportsIndex, cast
 
 import msgspec
@@ -202,6 +202,28 @@ def build_encoders(
             numeric = all(kind in (AttrType.INT, AttrType.FLOAT) for kind in types)
             encoders[mark] = _numeric_encoder(mark, types, checked) if numeric else checked
     return encoders
+
+
+def build_bare_encoders(
+    encoders: Sequence[Encode | None], keep: Collection[Mark], on_shed: Callable[[], None]
+) -> Sequence[Encode | None]:
+    """`encoders` with those of marks not in `keep` replaced by ones that leave the values out.
+
+    on_shed  called for each mark whose values were left out
+    """
+    bare = list(encoders)
+    for mark in MARKS:
+        if encoders[mark] is not None and mark not in keep:
+            bare[mark] = _bare_encoder(int(mark), on_shed)
+    return bare
+
+
+def _bare_encoder(kind: int, on_shed: Callable[[], None]) -> Encode:
+    def encode(attempt: int, key: int, t_ns: int, values: tuple[Value, ...]) -> bytes:
+        on_shed()
+        return pack_head(kind, 0, attempt, key, t_ns)
+
+    return encode
 
 
 def _numeric_encoder(mark: Mark, types: tuple[AttrType, ...], checked: Encode) -> Encode:

@@ -14,6 +14,7 @@ from pdtrace.ring.codec import SCHEMA
 from pdtrace.ring.layout import ResourceValue, RingIdentity
 from pdtrace.stages import Role
 
+HOST_ID_VARIABLE = "PDTRACE_HOST_ID"
 _MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
@@ -37,14 +38,19 @@ def make_identity(
     resource: Mapping[str, ResourceValue],
     clock: Clock = SYSTEM_CLOCK,
 ) -> RingIdentity:
-    """Identity of this process at this instant; keys of `resource` that have a field move there."""
+    """Identity of this process at this instant; keys of `resource` that have a field move there.
+
+    The host's id is PDTRACE_HOST_ID where it is set, else the resource's `host.id`, else the
+    machine's. Containers of one host may share it, as they share CLOCK_MONOTONIC.
+    """
     attributes = dict(resource)
     attributes.pop("service.instance.id", None)
+    own_host_id = str(attributes.pop("host.id", ""))
     return RingIdentity(
         role=role,
         instance=instance,
         pid=os.getpid(),
-        host_id=str(attributes.pop("host.id", "")) or read_host_id(),
+        host_id=os.environ.get(HOST_ID_VARIABLE, "").strip() or own_host_id or read_host_id(),
         host_name=str(attributes.pop("host.name", "")) or socket.gethostname(),
         boot_id=read_boot_id(),
         anchor=take_anchor(clock),
@@ -57,7 +63,11 @@ def make_identity(
 
 
 def read_host_id() -> str:
-    """The machine's id, the same over reboots; from the first network address as a last resort."""
+    """The machine's id, the same in all its processes, and over reboots where it has one.
+
+    A container without one gets an id of its name and the boot: network addresses come and go, and
+    `uuid.getnode` makes one up, in each process another, where there is none.
+    """
     for path in _MACHINE_ID_FILES:
         try:
             machine_id = path.read_text().strip()
@@ -65,7 +75,7 @@ def read_host_id() -> str:
             continue
         if machine_id:
             return machine_id
-    return uuid.uuid5(uuid.NAMESPACE_DNS, f"{socket.gethostname()}-{uuid.getnode():x}").hex
+    return uuid.uuid5(uuid.NAMESPACE_DNS, f"{socket.gethostname()}-{read_boot_id()}").hex
 
 
 def read_boot_id() -> str:

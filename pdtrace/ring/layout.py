@@ -59,6 +59,7 @@ KIND_STEP = 242
 KIND_CLOCK = 243
 
 MAX_STEP_MEMBERS = 256
+BARE_BYTES = RECORD_HEADER.size + BODY_HEAD.size  # of a record without values
 
 MAX_STRING_BYTES = 255  # a string's length is one byte
 MAX_ID_BYTES = 256  # request and handoff ids in an OPEN record

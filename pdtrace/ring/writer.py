@@ -124,6 +124,11 @@ class RingWriter:
         return self._number
 
     @property
+    def reach(self) -> int:
+        """Bytes of blocks used since the ring was made, what was recycled among them."""
+        return (self.block + 1) * self._block_bytes - self.block_room
+
+    @property
     def block_room(self) -> int:
         """Bytes left in the block in writing."""
         return self._end - self._pos

@@ -10,32 +10,40 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdtrace.budget import Costs, Detail
+from pdtrace.calibration import MAX_NS, MEMBERS, measure_costs
 from pdtrace.errors import RecordError, RingClosedError, RingCreateError
 from pdtrace.propagation import RequestContext
 from pdtrace.recorder import (
     WAIT_REFRESH_NS,
     Recorder,
     RequestTrace,
+    recording_costs,
     should_raise,
 )
 from pdtrace.ring import (
+    ClockRecord,
     Counter,
     EndRecord,
     MarkRecord,
     OpenRecord,
+    Record,
     RingCapacity,
     RingReader,
+    StepRecord,
     Value,
     scan_rings,
 )
 from pdtrace.ring.identity import resource_from_env
-from pdtrace.stages import Gauge, Mark, Outcome, Role, WaitReason
+from pdtrace.ring.layout import MAX_STEP_MEMBERS
+from pdtrace.stages import Gauge, Mark, Outcome, Role, StepKind, WaitReason
 from pdtrace.testing import SMALL_RING, FakeClock, MemoryRings
 
 TINY = RingCapacity(blocks=4, block_bytes=4096)
@@ -324,7 +332,7 @@ def test_a_second_thread_is_refused_except_for_gauges(tmp_path: Path):
         assert recorder.path is not None
         with RingReader(recorder.path) as reader:
             _, mark = reader.read()
-            assert reader.gauges() == {Gauge.RUNNING: 5}
+            assert reader.gauges()[Gauge.RUNNING] == 5
         assert isinstance(mark, MarkRecord)
         assert mark.mark is Mark.KV_NOTICED
 
@@ -492,15 +500,15 @@ def test_a_forked_child_records_into_a_ring_of_its_own(tmp_path: Path):
     with RingReader(recorder.path) as reader:
         marks = [record for record in reader.read() if isinstance(record, MarkRecord)]
         assert [mark.mark for mark in marks] == [Mark.RESERVE_RECEIVED, Mark.PAGES_RESERVED]
-        assert (reader.torn, reader.gauges()) == (0, {})
+        assert (reader.torn, Gauge.RUNNING in reader.gauges()) == (0, False)
         assert reader.counters()[Counter.DROPPED] == 0
     (child_path,) = set(scan_rings(tmp_path)) - {recorder.path}
     with RingReader(child_path) as reader:
         assert reader.identity.instance == "decode-0"
         assert reader.identity.pid != os.getpid()
         assert [type(record) for record in reader.read()] == [OpenRecord, MarkRecord, EndRecord]
-        assert reader.gauges() == {Gauge.RUNNING: 9}
-        assert reader.counters()[Counter.DROPPED] == 1
+        assert reader.gauges()[Gauge.RUNNING] == 9
+        assert reader.counters()[Counter.DROPPED] == 2  # before it had a ring, and after
         assert reader.closed
 
 
@@ -565,3 +573,429 @@ def test_the_death_of_a_parent_shows_while_its_forked_child_lives(tmp_path: Path
             assert not reader.writer_alive()
             assert len(reader.read(final=True)) == 1
         # The child ends when the pipe to its stdin closes, on leaving the block.
+
+
+# Steps
+
+
+def test_a_step_names_its_members_and_has_a_number():
+    rings = MemoryRings()
+    recorder = rings.recorders[Role.DECODE]
+    traces = [recorder.begin(CONTEXT) for _ in range(3)]
+    kwargs = {"tokens": 3, "begin_ns": 100, "end_ns": 250}
+    assert recorder.step(StepKind.DECODE, traces, **kwargs) == 1
+    assert recorder.step(StepKind.PREFILL, traces[:1], **kwargs) == 2
+    assert recorder.step(StepKind.DECODE, [], **kwargs) == 3
+    steps = [one for one in rings.records(Role.DECODE) if isinstance(one, StepRecord)]
+    keys = tuple(trace.key for trace in traces)
+    assert [(one.number, one.kind, one.members, one.size) for one in steps] == [
+        (1, StepKind.DECODE, keys, 3),
+        (2, StepKind.PREFILL, keys[:1], 1),
+        (3, StepKind.DECODE, (), 0),
+    ]
+    assert all((one.begin_ns, one.end_ns, one.tokens) == (100, 250, 3) for one in steps)
+
+
+def test_members_that_ended_or_are_not_of_this_process_are_counted_but_not_named():
+    rings = MemoryRings()
+    recorder = rings.recorders[Role.DECODE]
+    mine, ended = recorder.begin(CONTEXT), recorder.begin(CONTEXT)
+    ended.end()
+    foreign = rings.recorder(Role.DECODE, "decode-1").begin(CONTEXT)
+    off = Recorder.disabled().begin(CONTEXT)
+    recorder.step(StepKind.DECODE, [ended, foreign, mine, off], tokens=4, begin_ns=1, end_ns=2)
+    step = rings.records(Role.DECODE)[-1]
+    assert isinstance(step, StepRecord)
+    assert (step.members, step.size) == ((mine.key,), 4)
+
+
+def test_of_a_huge_step_the_first_members_are_named_and_all_counted():
+    rings = MemoryRings()
+    recorder = rings.recorders[Role.DECODE]
+    traces = [recorder.begin(CONTEXT) for _ in range(MAX_STEP_MEMBERS + 50)]
+    recorder.step(StepKind.DECODE, traces, tokens=306, begin_ns=1, end_ns=2)
+    step = rings.records(Role.DECODE)[-1]
+    assert isinstance(step, StepRecord)
+    assert step.members == tuple(trace.key for trace in traces[:MAX_STEP_MEMBERS])
+    assert step.size == MAX_STEP_MEMBERS + 50
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kind": "training"},
+        {"traces": None},
+        {"traces": [None]},
+        {"tokens": -1},
+        {"tokens": "many"},
+        {"begin_ns": 3},
+        {"end_ns": 2.5},
+        {"end_ns": 2**63},
+    ],
+)
+def test_a_step_that_cannot_be_recorded_never_reaches_the_loop(
+    wrong: dict[str, object], tmp_path: Path
+):
+    recorder = open_recorder(tmp_path, raise_errors=False)
+    good: dict[str, object] = {
+        "kind": StepKind.DECODE,
+        "traces": [recorder.begin(CONTEXT)],
+        "tokens": 1,
+        "begin_ns": 1,
+        "end_ns": 2,
+    }
+    number = recorder.step(**{**good, **wrong})  # pyright: ignore[reportArgumentType] wrong on purpose
+    assert (number, recorder.errors) == (1, 1)
+    assert recorder.step(**good) == 2  # pyright: ignore[reportArgumentType] it is the right one
+    assert recorder.path is not None
+    with RingReader(recorder.path) as reader:
+        _, step = reader.read()
+    assert isinstance(step, StepRecord)
+    assert step.number == 2
+    recorder.close()
+    recorder.step(**good)  # pyright: ignore[reportArgumentType] it is the right one
+    assert recorder.errors == 2
+
+
+# Clocks of other hosts
+
+
+def test_a_clock_sample_is_recorded_with_its_bound():
+    clock = FakeClock(monotonic_ns=70)
+    rings = MemoryRings(clock=clock)
+    recorder = rings.recorders[Role.DECODE]
+    recorder.clock_sample(peer="gateway-0", peer_clock_id="h/b", offset_ns=-(2**62), error_ns=9)
+    recorder.clock_sample(
+        peer="g" * 300, peer_clock_id="語/" + "b" * 400, offset_ns=0, error_ns=0, at_ns=-5
+    )
+    assert rings.records(Role.DECODE) == [
+        ClockRecord(t_ns=70, peer="gateway-0", peer_clock_id="h/b", offset_ns=-(2**62), error_ns=9),
+        ClockRecord(
+            t_ns=-5,
+            peer="g" * 255,
+            peer_clock_id="語/" + "b" * 400,
+            offset_ns=0,
+            error_ns=0,
+        ),
+    ]
+    assert rings.reader(Role.DECODE).counters()[Counter.TRUNCATED] == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"error_ns": -1},
+        {"offset_ns": 2**63},
+        {"offset_ns": 0.5},
+        {"peer": None},
+        {"peer_clock_id": ""},
+        {"peer_clock_id": "x" * 2000},  # half an id would be another clock's
+        {"at_ns": "now"},
+    ],
+)
+def test_a_clock_sample_that_cannot_be_is_refused(wrong: dict[str, object]):
+    recorder = MemoryRings().recorders[Role.DECODE]
+    sample = {"peer": "g", "peer_clock_id": "h/b", "offset_ns": 1, "error_ns": 1}
+    with pytest.raises(RecordError, match="clock"):
+        recorder.clock_sample(**{**sample, **wrong})  # pyright: ignore[reportArgumentType] wrong on purpose
+
+
+def test_processes_of_one_host_have_one_clock_id(tmp_path: Path):
+    with open_recorder(tmp_path) as one, open_recorder(tmp_path, role=Role.PREFILL) as other:
+        assert one.path is not None
+        with RingReader(one.path) as reader:
+            identity = reader.identity
+        assert one.clock_id == f"{identity.host_id}/{identity.boot_id}"
+        assert one.clock_id == other.clock_id == identity.clock_id
+    assert Recorder.disabled().clock_id == ""
+
+
+# Several blockers
+
+
+def test_a_wait_names_several_blockers_the_most_important_first():
+    rings = MemoryRings()
+    trace = rings.recorders[Role.DECODE].begin(CONTEXT)
+
+    def wait(blocker: str | Sequence[str] | None) -> None:
+        trace.wait("decode.reserve", WaitReason.KV_PAGES, needed=2, free=1, blocker=blocker)
+
+    wait([])
+    wait(["a"])
+    wait(("a", "b"))
+    several = ["a", "b"]
+    wait(several)  # the same ids: nothing new
+    several.append("c")
+    wait(several)
+    wait(["a", "b", "c", "d", "e", "f"])
+    wait(["a", "b", "c", "d", "x"])  # the same as far as they are kept
+    wait("a")
+    assert [values[6:] for values in waits(rings)] == [
+        (None, None),
+        ("a", None),
+        ("a", "a\x1fb"),
+        ("a", "a\x1fb\x1fc"),
+        ("a", "a\x1fb\x1fc\x1fd"),
+        ("a", None),
+    ]
+
+
+def test_ids_that_do_not_fit_are_left_out_whole_and_counted():
+    rings = MemoryRings()
+    trace = rings.recorders[Role.DECODE].begin(CONTEXT)
+    ids = ["語" * 40, "b" * 120, "c" * 100, "d"]  # 120, 120, 100 and 1 bytes of at most 255
+    trace.wait("decode.reserve", WaitReason.KV_PAGES, blocker=ids)
+    trace.wait("decode.reserve", WaitReason.KV_PAGES, blocker=["a" * 256, "b"])
+    trace.wait("decode.reserve", WaitReason.KV_PAGES, blocker=["odd\x1fid", "\ud800"])
+    assert [values[6:] for values in waits(rings)] == [
+        (ids[0], f"{ids[0]}\x1f{ids[1]}"),
+        ("a" * 255, None),
+        ("odd\x1fid", "odd?id\x1f?"),
+    ]
+    # Two ids of the first, two of the second, whose first is also cut to 255 bytes.
+    assert rings.reader(Role.DECODE).counters()[Counter.TRUNCATED] == 2 + 2 + 1
+
+
+@pytest.mark.parametrize("wrong", [7, [1, 2], ["a", None], {"a", "b"}, object()])
+def test_what_is_no_blocker_never_reaches_the_request(wrong: object, tmp_path: Path):
+    with open_recorder(tmp_path, raise_errors=False) as recorder:
+        trace = recorder.begin(CONTEXT)
+        trace.wait("decode.reserve", WaitReason.KV_PAGES, blocker=wrong)  # pyright: ignore[reportArgumentType] wrong on purpose
+        trace.mark(Mark.PAGES_RESERVED, 1, 2)
+        assert recorder.errors == 1
+
+
+# The budget
+
+_COSTS = Costs(record=1000, byte=10, attributes=500, wait=3000, step=2000, member=20)
+
+
+@pytest.fixture
+def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdtrace.recorder.recording_costs", lambda: _COSTS)
+
+
+class Busy:
+    """A decode process that does the same every millisecond, on a clock of its own."""
+
+    def __init__(self, budget: float | None = 0.02) -> None:
+        self.clock = FakeClock()
+        self.rings = MemoryRings(clock=self.clock, budget=budget)
+        self.recorder = self.rings.recorders[Role.DECODE]
+        self.trace = self.recorder.begin(CONTEXT)
+        self.records: list[Record] = []
+        self.turn = 0
+
+    def run(self, milliseconds: int, *, marks: int = 0, waits: int = 0, steps: int = 0) -> None:
+        for _ in range(milliseconds):
+            self.turn += 1
+            for number in range(marks):
+                self.trace.mark(Mark.DECODE_RELEASED, number, self.turn)
+            for number in range(waits):
+                blocker = f"req-{self.turn}-{number}"
+                self.trace.wait("decode.queue", WaitReason.SLOTS, blocker=blocker)
+            for _ in range(steps):
+                now_ns = self.clock.monotonic_ns()
+                self.recorder.step(
+                    StepKind.DECODE, [self.trace], tokens=1, begin_ns=now_ns, end_ns=now_ns
+                )
+            self.clock.advance(ms=1)
+            self.records += self.rings.records(Role.DECODE)
+
+    @property
+    def reader(self) -> RingReader:
+        return self.rings.reader(Role.DECODE)
+
+    def recorded(self, what: type[Record] | Mark) -> int:
+        return sum(
+            isinstance(one, MarkRecord) and one.mark is what
+            if isinstance(what, Mark)
+            else isinstance(one, what)
+            for one in self.records
+        )
+
+
+@pytest.mark.usefixtures("known_costs")
+def test_within_its_budget_everything_is_recorded():
+    busy = Busy()
+    busy.run(5000, marks=2, waits=1, steps=1)  # 0.23 + 0.3 + 0.2 %
+    assert busy.recorded(StepRecord) == busy.recorded(Mark.WAITING) == 5000
+    assert busy.recorded(Mark.DECODE_RELEASED) == 10_000
+    gauges, counters = busy.reader.gauges(), busy.reader.counters()
+    assert gauges[Gauge.RECORDING_DETAIL] == 3
+    assert 6000 < gauges[Gauge.RECORDING_SHARE_PPM] < 9000
+    assert not any(counters[one] for one in Counter if one.name.startswith("SHED"))
+
+
+@pytest.mark.usefixtures("known_costs")
+@pytest.mark.parametrize(
+    ("load", "detail"),
+    [
+        ({"marks": 5, "waits": 1, "steps": 10}, Detail.WAITS),
+        ({"marks": 5, "waits": 10, "steps": 1}, Detail.MARKS),
+        ({"marks": 17, "waits": 1, "steps": 1}, Detail.ESSENTIAL),
+    ],
+)
+def test_beyond_it_detail_is_left_out_and_counted(
+    load: dict[str, int], detail: Detail, caplog: pytest.LogCaptureFixture
+):
+    busy = Busy()
+    busy.run(3000, **load)
+    gauges, counters = busy.reader.gauges(), busy.reader.counters()
+    assert gauges[Gauge.RECORDING_DETAIL] == detail
+    assert gauges[Gauge.RECORDING_SHARE_PPM] < 20_000
+    steps, waits = busy.recorded(StepRecord), busy.recorded(Mark.WAITING)
+    assert counters[Counter.SHED_STEPS] == 3000 * load["steps"] - steps > 0
+    assert counters[Counter.SHED_WAITS] == 3000 * load["waits"] - waits
+    # No mark is ever left out.
+    released = [
+        one
+        for one in busy.records
+        if isinstance(one, MarkRecord) and one.mark is Mark.DECODE_RELEASED
+    ]
+    assert len(released) == 3000 * load["marks"]
+    bare = sum(one.values == (None, None) for one in released)
+    assert counters[Counter.SHED_ATTRIBUTES] == bare
+    assert (bare > 0) is (detail is Detail.ESSENTIAL)
+    assert (counters[Counter.SHED_WAITS] > 0) is (detail < Detail.WAITS)
+    assert len(caplog.records) == 1  # said once
+    assert "takes more than its budget of 0.02 of a core" in caplog.text
+    assert busy.reader.missed == 0
+
+
+@pytest.mark.usefixtures("known_costs")
+def test_what_a_trace_cannot_do_without_is_recorded_at_the_lowest_level():
+    busy = Busy()
+    busy.run(1000, marks=50)
+    assert busy.recorder.detail == Detail.ESSENTIAL
+    assert isinstance(busy.records[-1], MarkRecord)
+    assert busy.records[-1].values == (None, None)
+    busy.trace.mark(Mark.DECODE_FINISHED, 17, "stop", 0)
+    busy.trace.abort(Outcome.FAILED, "kv_timeout", by="decode-0")
+    finished, aborted = busy.rings.records(Role.DECODE)
+    assert isinstance(finished, MarkRecord)
+    assert isinstance(aborted, MarkRecord)
+    assert finished.values == (17, "stop", 0)
+    assert aborted.values == ("failed", "kv_timeout", "decode-0")
+    with pytest.raises(RecordError, match="does not record TOKENIZED"):
+        busy.trace.mark(Mark.TOKENIZED, "m")
+
+
+@pytest.mark.usefixtures("known_costs")
+def test_detail_comes_back_when_the_load_has_gone_without_a_block_to_fill():
+    busy = Busy()
+    busy.run(1000, marks=50, steps=1, waits=1)
+    assert busy.recorder.detail == Detail.ESSENTIAL
+    steps = busy.recorder.step(StepKind.DECODE, [], tokens=0, begin_ns=0, end_ns=0)
+    assert steps == 1001  # a step that is left out has its number
+    waiting = busy.recorder.begin(CONTEXT)
+    waiting.wait("decode.queue", WaitReason.SLOTS, needed=1, free=0)
+    busy.records.clear()
+    for _ in range(10):
+        busy.clock.advance(s=1)
+        busy.recorder.begin(CONTEXT).end()
+        waiting.wait("decode.queue", WaitReason.SLOTS, needed=1, free=0)
+    assert busy.recorder.detail == Detail.FULL
+    busy.run(1, marks=1, steps=1)
+    assert busy.recorded(StepRecord) == 1
+    step = next(one for one in busy.records if isinstance(one, StepRecord))
+    assert step.number == 1002
+    # The wait that was left out is said once there is room: nothing about it has changed.
+    assert busy.recorded(Mark.WAITING) == 1
+    assert isinstance(busy.records[-2], MarkRecord)
+    assert busy.records[-2].values == (0, busy.turn)
+
+
+@pytest.mark.usefixtures("known_costs")
+def test_without_a_guard_nothing_is_left_out():
+    busy = Busy(budget=None)
+    busy.run(1000, marks=50, steps=1)
+    assert busy.recorded(StepRecord) == 1000
+    assert Gauge.RECORDING_DETAIL not in busy.reader.gauges()
+
+
+def test_the_budget_is_read_when_the_recorder_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PDTRACE_BUDGET", "2 percent")
+    with pytest.raises(RingCreateError, match="PDTRACE_BUDGET takes a share of one core") as got:
+        open_recorder(tmp_path)
+    assert "'2 percent'" in str(got.value)
+    assert scan_rings(tmp_path) == []
+    monkeypatch.setenv("PDTRACE_BUDGET", "off")
+    with open_recorder(tmp_path) as recorder, RingReader(recorder.path or "") as reader:
+        assert Gauge.RECORDING_DETAIL not in reader.gauges()
+    monkeypatch.setenv("PDTRACE_BUDGET", "0.5")
+    with open_recorder(tmp_path) as recorder, RingReader(recorder.path or "") as reader:
+        assert reader.gauges() == {Gauge.RECORDING_DETAIL: 3, Gauge.RECORDING_SHARE_PPM: 0}
+    monkeypatch.delenv("PDTRACE_BUDGET")
+    with pytest.raises(RingCreateError, match="budget takes a share"):
+        open_recorder(tmp_path, budget=3)
+
+
+def test_costs_are_measured_once_in_a_bounded_time(monkeypatch: pytest.MonkeyPatch):
+    recording_costs.cache_clear()
+    costs = recording_costs()
+    assert recording_costs() is costs
+    assert costs.record > 0
+    assert costs.wait > costs.record
+    assert costs.step > 0
+    assert min(costs.byte, costs.attributes, costs.member) >= 0
+    # However slow the machine: one round, then the deadline.
+    rings = MemoryRings(capacity=RingCapacity(blocks=64))
+    traces = [rings.recorders[Role.DECODE].begin(CONTEXT) for _ in range(MEMBERS)]
+    times = iter(range(0, 10**12, MAX_NS))
+    monkeypatch.setattr("pdtrace.calibration.time.monotonic_ns", lambda: next(times))
+    before = len(rings.records(Role.DECODE))
+    assert before == MEMBERS
+    measure_costs(rings.recorders[Role.DECODE], traces)
+    one_round = len(rings.records(Role.DECODE))
+    assert next(times) == 2 * MAX_NS
+    assert 0 < one_round < 500
+
+
+# Forks again: what is lost is counted
+
+
+def test_what_a_child_drops_without_a_ring_is_counted_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    recorder = open_recorder(tmp_path)
+    parents = recorder.begin(CONTEXT)
+
+    def child() -> None:
+        caplog.clear()
+        for _ in range(5):
+            parents.mark(Mark.KV_NOTICED)
+        assert recorder.dropped == 5
+        assert len(caplog.records) == 1
+        assert "decode-0: a forked child recorded on a request" in caplog.text
+        os._exit(0)  # the ring never comes
+
+    assert in_child(child) == 0
+    assert recorder.dropped == 0
+    assert scan_rings(tmp_path) == [recorder.path]
+    recorder.close()
+
+
+def test_a_childs_drops_before_its_ring_are_in_the_ring(tmp_path: Path):
+    recorder = open_recorder(tmp_path)
+    parents = recorder.begin(CONTEXT)
+
+    def child() -> None:
+        for _ in range(3):
+            parents.mark(Mark.KV_NOTICED)
+        first = recorder.step(StepKind.DECODE, [parents], tokens=1, begin_ns=1, end_ns=2)
+        assert first == 1  # of this ring, whatever the parent did
+        parents.mark(Mark.KV_NOTICED)
+        assert read_counter(recorder, Counter.DROPPED) == recorder.dropped == 4
+        assert recorder.path is not None
+        with RingReader(recorder.path) as reader:
+            (step,) = reader.read()
+        assert isinstance(step, StepRecord)
+        assert (step.members, step.size) == ((), 1)
+        recorder.close()
+
+    recorder.step(StepKind.DECODE, [parents], tokens=1, begin_ns=1, end_ns=2)
+    assert in_child(child) == 0
+    recorder.close()

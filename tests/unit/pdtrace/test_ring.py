@@ -749,7 +749,7 @@ def start_writer(directory: Path, code: str) -> subprocess.Popen[str]:
         sys.path.insert(0, {str(Path.cwd())!r})
         from pdtrace import *
         recorder = Recorder.open({str(directory)!r}, role=Role.DECODE, instance="d",
-            capacity=RingCapacity(blocks=8, block_bytes=8192), raise_errors=True)
+            capacity=RingCapacity(blocks=8, block_bytes=8192), budget=None, raise_errors=True)
         trace = recorder.begin(RequestContext.create(request_id="r"))
         print(recorder.path, flush=True)
     """
@@ -839,7 +839,7 @@ def test_gauges_of_a_stopped_process_can_be_read(tmp_path: Path):
         assert writer.stdout.readline() == "set\n"
         writer.send_signal(signal.SIGSTOP)
         try:
-            assert reader.gauges() == {Gauge.RUNNING: 3}
+            assert reader.gauges()[Gauge.RUNNING] == 3
             assert reader.writer_alive()
         finally:
             writer.kill()

@@ -1,0 +1,93 @@
+"""What recording costs on this machine: a few short loops over a ring in memory, once per process.
+
+Owns the measurement; knows nothing of what the costs are used for (`pdtrace.budget`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pdtrace.budget import Costs
+from pdtrace.stages import GapCause, Mark, StepKind, WaitReason
+
+if TYPE_CHECKING:
+    from pdtrace.recorder import Recorder, RequestTrace
+
+MAX_NS = 5_000_000
+"""Time that a calibration may take, give or take one round."""
+_ROUNDS = 9
+_CALLS = 20
+MEMBERS = 32
+_TWO_BYTES = 2 * 8
+_GAP = (17, 0.25, GapCause.INTERFERING_PREFILL, 0.2, 4711, 16, "req-0123456789abcdef")
+_GAP_BYTES = 5 * 8 + 2 + len(_GAP[2]) + len(_GAP[6])
+
+
+def measure_costs(recorder: Recorder, traces: list[RequestTrace]) -> Costs:
+    """Costs of a `Role.DECODE` recorder, with at least MEMBERS traces begun in it.
+
+    The best of some rounds, in CPU time: other threads and processes do not count, nor does what
+    disturbs a round, the interpreter's first look at the code for one.
+    """
+    trace = traces[0]
+    members = traces[:MEMBERS]
+    names = ("req-0123456789abcdef", "req-fedcba9876543210")
+
+    def bare() -> None:
+        for _ in range(_CALLS):
+            trace.mark(Mark.KV_NOTICED)
+
+    def two() -> None:
+        for number in range(_CALLS):
+            trace.mark(Mark.DECODE_RELEASED, number, 188)
+
+    def seven() -> None:
+        for _ in range(_CALLS):
+            trace.mark(Mark.TOKEN_GAP, *_GAP)
+
+    def waits() -> None:
+        for number in range(_CALLS):
+            trace.wait(
+                "decode.reserve",
+                WaitReason.KV_PAGES,
+                needed=12,
+                free=3,
+                limit=4096,
+                position=number,
+                blocker=names[number & 1],
+            )
+
+    def small_steps() -> None:
+        for _ in range(_CALLS):
+            recorder.step(StepKind.DECODE, members[:1], tokens=1, begin_ns=0, end_ns=1)
+
+    def large_steps() -> None:
+        for _ in range(_CALLS):
+            recorder.step(StepKind.DECODE, members, tokens=32, begin_ns=0, end_ns=1)
+
+    loops: tuple[Callable[[], None], ...] = (bare, two, seven, waits, small_steps, large_steps)
+    rounds: list[list[float]] = []
+    deadline_ns = time.monotonic_ns() + MAX_NS
+    while len(rounds) < _ROUNDS and (not rounds or time.monotonic_ns() < deadline_ns):
+        rounds.append([_time(loop) / _CALLS for loop in loops])
+    bare_ns, two_ns, seven_ns, wait_ns, small_ns, large_ns = (
+        min(one) for one in zip(*rounds, strict=True)
+    )
+    member_ns = max(0.0, (large_ns - small_ns) / (MEMBERS - 1))
+    return Costs(
+        record=bare_ns,
+        # Numbers take longer by the byte than many of them with strings: something in between.
+        byte=max(0.0, (two_ns - bare_ns) / _TWO_BYTES + (seven_ns - bare_ns) / _GAP_BYTES) / 2,
+        attributes=max(0.0, two_ns - bare_ns),
+        wait=wait_ns,
+        step=max(0.0, small_ns - member_ns),
+        member=member_ns,
+    )
+
+
+def _time(loop: Callable[[], None]) -> int:
+    begin_ns = time.thread_time_ns()
+    loop()
+    return time.thread_time_ns() - begin_ns
