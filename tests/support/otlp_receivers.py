@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import socket
 import threading
-from collections.abc import Generator
+import time
+from collections.abc import Generator, Mapping, Sequence
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import grpc
@@ -16,39 +18,103 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as PbSpan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What a receiver answers. `body` None: the OTLP response, with the partial success if there is
+    one. gRPC takes `code` and `trailers`, HTTP `status` and `headers`."""
+
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    body: bytes | None = None
+    code: grpc.StatusCode = grpc.StatusCode.OK
+    trailers: Sequence[tuple[str, bytes]] = ()
+    text: str = ""
+    rejected: int = 0
+
+    @property
+    def takes(self) -> bool:
+        return self.status == 200 and self.code is grpc.StatusCode.OK
+
+    def response(self) -> ExportTraceServiceResponse:
+        response = ExportTraceServiceResponse()
+        if self.rejected or self.text:
+            response.partial_success.rejected_spans = self.rejected
+            response.partial_success.error_message = self.text
+        return response
+
+
+OK = Reply()
 
 
 class Received:
-    """What a receiver got. `statuses` are answered in turn; the last one for ever."""
+    """What a receiver got. `replies` are given in turn, the last one for ever; a number is an HTTP
+    status, for gRPC anything but 200 is INVALID_ARGUMENT."""
 
-    def __init__(self, statuses: list[int] | None = None) -> None:
+    def __init__(self, replies: Sequence[int | Reply] | None = None) -> None:
         self.requests: list[ExportTraceServiceRequest] = []
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
+        self.times: list[float] = []
         self.endpoint = ""
         self.port = 0
         self.calls = 0
-        self._statuses = statuses or [200]
+        self._replies: list[Reply] = []
+        self.answer(*(replies or [OK]))
 
-    def next_status(self) -> int:
-        status = self._statuses[min(self.calls, len(self._statuses) - 1)]
+    def answer(self, *replies: int | Reply) -> None:
+        """From now on."""
+        self._replies = [
+            reply
+            if isinstance(reply, Reply)
+            else Reply(status=reply, code=_CODES.get(reply, grpc.StatusCode.INVALID_ARGUMENT))
+            for reply in replies
+        ]
+
+    def next_reply(self) -> Reply:
         self.calls += 1
-        return status
+        self.times.append(time.monotonic())
+        return self._replies.pop(0) if len(self._replies) > 1 else self._replies[0]
 
-    def span_names(self) -> list[str]:
+    def spans(self) -> list[PbSpan]:
         return [
-            span.name
+            span
             for request in self.requests
             for resource_spans in request.resource_spans
             for scope_spans in resource_spans.scope_spans
             for span in scope_spans.spans
         ]
 
+    def span_names(self) -> list[str]:
+        return [span.name for span in self.spans()]
+
+    def span_ids(self) -> list[str]:
+        return [span.span_id.hex() for span in self.spans()]
+
+    def resources(self) -> list[dict[str, str]]:
+        """Text attributes of the resources, one for each group of spans."""
+        return [
+            {item.key: item.value.string_value for item in resource_spans.resource.attributes}
+            for request in self.requests
+            for resource_spans in request.resource_spans
+        ]
+
+
+_CODES = {
+    200: grpc.StatusCode.OK,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
+
 
 @contextmanager
-def http_receiver(statuses: list[int] | None = None) -> Generator[Received]:
+def http_receiver(
+    replies: Sequence[int | Reply] | None = None, *, port: int = 0
+) -> Generator[Received]:
     """OTLP/HTTP; answers 404 to other paths than /v1/traces."""
-    received = Received(statuses)
+    received = Received(replies)
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -57,11 +123,13 @@ def http_receiver(statuses: list[int] | None = None) -> Generator[Received]:
             received.headers.append({key.lower(): value for key, value in self.headers.items()})
             if self.headers.get("Content-Encoding") == "gzip":
                 body = gzip.decompress(body)
-            status = received.next_status() if self.path == "/v1/traces" else 404
-            if status == 200:
+            reply = received.next_reply() if self.path == "/v1/traces" else Reply(status=404)
+            if reply.status == 200:
                 received.requests.append(ExportTraceServiceRequest.FromString(body))
-            answer = ExportTraceServiceResponse().SerializeToString()
-            self.send_response(status)
+            answer = reply.response().SerializeToString() if reply.body is None else reply.body
+            self.send_response(reply.status)
+            for name, value in reply.headers.items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)
@@ -69,7 +137,7 @@ def http_receiver(statuses: list[int] | None = None) -> Generator[Received]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     received.port = server.server_address[1]
@@ -91,25 +159,98 @@ class _Service(trace_service_pb2_grpc.TraceServiceServicer):
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
         self._received.headers.append(metadata)
-        if self._received.next_status() != 200:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused by the test")
+        reply = self._received.next_reply()
+        if not reply.takes:
+            context.set_trailing_metadata(tuple(reply.trailers))
+            context.abort(reply.code, reply.text or "refused by the test")
         self._received.requests.append(request)
-        return ExportTraceServiceResponse()
+        return reply.response()
 
 
 @contextmanager
-def grpc_receiver(statuses: list[int] | None = None) -> Generator[Received]:
-    """OTLP/gRPC, plaintext. A status other than 200 is INVALID_ARGUMENT."""
-    received = Received(statuses)
-    server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
+def grpc_receiver(
+    replies: Sequence[int | Reply] | None = None,
+    *,
+    port: int = 0,
+    max_message_bytes: int = 4 * 1024 * 1024,
+) -> Generator[Received]:
+    """OTLP/gRPC, plaintext."""
+    received = Received(replies)
+    server = grpc.server(
+        futures.ThreadPoolExecutor(max_workers=2),
+        options=[("grpc.max_receive_message_length", max_message_bytes)],
+    )
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(_Service(received), server)
-    received.port = server.add_insecure_port("127.0.0.1:0")
+    received.port = server.add_insecure_port(f"127.0.0.1:{port}")
     received.endpoint = f"http://127.0.0.1:{received.port}"
     server.start()
     try:
         yield received
     finally:
         server.stop(None).wait()
+
+
+@contextmanager
+def black_hole() -> Generator[Received]:
+    """A port at which packets vanish: its queue of connections is full and nobody accepts."""
+    received = Received()
+    with socket.socket() as listener, ExitStack() as clients:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        received.port = listener.getsockname()[1]
+        received.endpoint = f"http://127.0.0.1:{received.port}"
+        for _ in range(16):
+            client = clients.enter_context(socket.socket())
+            client.settimeout(0.2)
+            try:
+                client.connect(("127.0.0.1", received.port))
+            except TimeoutError:
+                break
+        else:
+            raise AssertionError("the queue of connections has no end")
+        yield received
+
+
+@contextmanager
+def trickling_receiver(interval_s: float = 0.2) -> Generator[Received]:
+    """Accepts, reads, and answers one byte at a time, for ever."""
+    received = Received()
+    over = threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        with connection:
+            connection.settimeout(0.1)
+            try:
+                connection.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+                while not over.wait(interval_s):
+                    connection.sendall(b"x")
+                    try:
+                        connection.recv(1 << 16)
+                    except TimeoutError:
+                        pass
+            except OSError:
+                pass  # the client has gone
+
+    def accept(listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            received.calls += 1
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(16)
+        received.port = listener.getsockname()[1]
+        received.endpoint = f"http://127.0.0.1:{received.port}"
+        threading.Thread(target=accept, args=(listener,), daemon=True).start()
+        try:
+            yield received
+        finally:
+            over.set()
+            listener.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
