@@ -37,6 +37,7 @@ _FLAGS_REMOTE = FLAG_HAS_IS_REMOTE | FLAG_IS_REMOTE
 _SPAN = a.SPAN.key
 
 _SMALL = 2**62
+_FEW = 1_000
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 _TIME_MAX = 2**64 - 1
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -209,13 +210,13 @@ def _quote(text: str) -> str:
     return _json(valid_text(text))
 
 
-def _text_pairs(key: str) -> Known[str]:
+def _pairs(key: str) -> Known[str]:
     quoted = _quote(key)
-    return Known(lambda text: f'{{"key":{quoted},"value":{{"stringValue":{_quote(text)}}}}}')
+    return Known(lambda value: f'{{"key":{quoted},"value":{_json(_encode_value(value))}}}')
 
 
 _quoted = Known(_quote)
-_texts = ByKey(_text_pairs)
+_known = ByKey(_pairs)
 _ints = ByKey(lambda key: f'{{"key":{_quote(key)},"value":{{"intValue":"')
 _KIND_TEXTS = {int(kind): str(int(kind)) for kind in SpanKind}
 
@@ -269,17 +270,20 @@ def _encode_link(link: Link) -> str:
 def _encode_attributes(attributes: Mapping[str, Any]) -> tuple[str, int]:
     """The items of a JSON list of attributes, and how many could not be carried."""
     pairs: list[str] = []
-    add, texts, ints = pairs.append, _texts, _ints
+    append, known, ints = pairs.append, _known, _ints
     dropped = 0
     for key, value in attributes.items():
         # By type: nearly every value is plain text or a plain integer.
         kind = type(value)
         if kind is str and key:
-            add(texts[key][value])
+            append(known[key][value])
         elif kind is int and key and -_SMALL < value < _SMALL:
-            add(f'{ints[key]}{value}"}}}}')
+            if 0 <= value < _FEW:
+                append(known[key][value])
+            else:
+                append(f'{ints[key]}{value}"}}}}')
         elif (pair := valid_pair(key, value)) is not None:
-            add(_json({"key": pair[0], "value": _encode_value(pair[1])}))
+            append(_json({"key": pair[0], "value": _encode_value(pair[1])}))
         else:
             dropped += 1
     return ",".join(pairs), dropped
@@ -287,7 +291,7 @@ def _encode_attributes(attributes: Mapping[str, Any]) -> tuple[str, int]:
 
 def _encode_value(value: AttrValue) -> dict[str, Any]:
     if isinstance(value, str):
-        return {"stringValue": value}
+        return {"stringValue": valid_text(value)}
     if isinstance(value, bool):
         return {"boolValue": value}
     if isinstance(value, int):
