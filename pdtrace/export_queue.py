@@ -324,7 +324,7 @@ class _Lane:
         )
 
     def _say_once(self, what: str, level: int, message: str, *arguments: object) -> None:
-        """Once, or once in an outage: `_sent` forgets what ends with one."""
+        """Once; "failing" once in an outage."""
         if what not in self._said:
             self._said.add(what)
             _log.log(level, message, *arguments)
@@ -464,7 +464,7 @@ class _Lane:
             recovered = bool(self._failing) and num_spans > 0
             if recovered:
                 self._failing = ""
-                self._said -= {"failing", "behind", f"dropped {DropReason.QUEUE_FULL}"}
+                self._said.discard("failing")
             dropped = sum(self.dropped.values())
             if answer.reason or rejected:
                 self._say_once(
