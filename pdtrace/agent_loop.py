@@ -285,6 +285,8 @@ class Agent:
             evicted=tracker.evicted,
             overgrown=tracker.overgrown,
             faults=summary.errors + self._delivery.errors,
+            lines_lost=self._delivery.lines_lost,
+            spans_dropped=sum(self._delivery.dropped().values()),
         )
 
     def look(self) -> Look:

@@ -2,6 +2,7 @@
 
     pdtrace.why/1      source, requests[]: identity, outcome, verdict, parts, details, waits, …
     pdtrace.stages/1   stages[], chains, marks[]
+    pdtrace.top/1      `pdtrace.top.top_document`
     pdtrace.check/1    `pdtrace.check.CheckReport.document`
 
 Keys are only added within a schema version; `docs/cli.md` describes each.
@@ -9,8 +10,9 @@ Keys are only added within a schema version; `docs/cli.md` describes each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from pdtrace.palette import LETTERS
@@ -24,9 +26,16 @@ STAGES_SCHEMA = "pdtrace.stages/1"
 
 
 def why_document(
-    recording: Recording, pairs: Sequence[tuple[Timeline, Verdict]], requests: int
+    recording: Recording,
+    pairs: Sequence[tuple[Timeline, Verdict]],
+    requests: int,
+    standing: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """`pdtrace why --json`; `requests` counts all requests of the recording."""
+    """`pdtrace why --json`.
+
+    requests  how many the recording holds
+    standing  sentences on processes that cannot go on, by root span id
+    """
     return {
         "schema": WHY_SCHEMA,
         "source": {
@@ -38,7 +47,13 @@ def why_document(
             "requests": requests,
             "problems": recording.problems.sentences(),
         },
-        "requests": [_request(timeline, verdict) for timeline, verdict in pairs],
+        "requests": [
+            {
+                **_request(timeline, verdict),
+                "standing": list(standing.get(timeline.root_id or "", ())),
+            }
+            for timeline, verdict in pairs
+        ],
     }
 
 

@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -45,10 +45,12 @@ from pdtrace.stuck import RollingStageTimes, StuckPolicy
 from pdtrace.tracker import RequestTracker
 
 STALLED_AFTER_S = 2.0
-"""A process with requests open whose loop has not gone round for longer is STALLED."""
+"""A process that requests wait for and whose loop has not gone round for longer is STALLED."""
 
 DEFAULT_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
+MAX_REQUESTS = 100_000
+"""Asked of an agent at most."""
 MAX_BASELINE_BYTES = 4 * 1024 * 1024
 """How much of the newest traces is read for the usual times of stages."""
 MAX_LEARNT = 200
@@ -93,8 +95,8 @@ class AgentLooks:
             raise LiveError(f"{url}: give http://HOST:PORT as the agent prints it")
         self.name = url
         self._timeout_s = timeout_s
-        base = url.rstrip("/")
-        self._url = base if base.endswith("/inflight") else f"{base}/inflight"
+        base = url.rstrip("/").removesuffix("/inflight")
+        self._url = f"{base}/inflight?limit={MAX_REQUESTS}"
         # An agent listens on loopback: no proxy knows it.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -203,7 +205,7 @@ class RingLooks:
         return Look(
             at_ns=time.time_ns(),
             requests=tuple(requests),
-            processes=tuple(self._processes()),
+            processes=tuple(self._processes(_needed(requests))),
             problems=tuple(self._problems()),
         )
 
@@ -370,8 +372,11 @@ class RingLooks:
             incomplete=incomplete,
         )
 
-    def _processes(self) -> list[ProcessNow]:
-        """The latest process of each name, and former ones that left requests open."""
+    def _processes(self, needed: Set[str]) -> list[ProcessNow]:
+        """The latest process of each name, and former ones that left requests open.
+
+        needed  instances that requests in flight were sent to, whether or not they know yet
+        """
         latest: dict[tuple[str, Role, str], _Ring] = {}
         for ring in self._rings.values():
             key = (ring.identity.host_id, ring.identity.role, ring.identity.instance)
@@ -385,7 +390,7 @@ class RingLooks:
             if id(ring) in current or (ring.state is WriterState.DEAD and ring.open_keys)
         ]
         shown.sort(key=lambda ring: (_ROLES.index(ring.identity.role), ring.identity.instance))
-        return [_process_now(ring) for ring in shown]
+        return [_process_now(ring, needed) for ring in shown]
 
     def _problems(self) -> list[str]:
         problems = [self._unreadable[name] for name in sorted(self._unreadable)]
@@ -411,7 +416,12 @@ class RingLooks:
         return problems
 
 
-def _process_now(ring: _Ring) -> ProcessNow:
+def _needed(requests: Iterable[InFlight]) -> Set[str]:
+    names = ((r.worker, r.prefill_worker, r.decode_worker) for r in requests)
+    return {name for group in names for name in group if name}
+
+
+def _process_now(ring: _Ring, needed: Set[str]) -> ProcessNow:
     identity = ring.identity
     progress_ns = ring.gauges.get(Gauge.LAST_PROGRESS_NS)
     progress_age_s = None
@@ -423,9 +433,9 @@ def _process_now(ring: _Ring) -> ProcessNow:
         case WriterState.DEAD:
             state = ProcessState.LOST
         case WriterState.ALIVE:
-            idle = not ring.open_keys or progress_age_s is None
-            late = not idle and progress_age_s is not None and progress_age_s > STALLED_AFTER_S
-            state = ProcessState.STALLED if late else ProcessState.ALIVE
+            busy = bool(ring.open_keys) or identity.instance in needed
+            stalled = busy and progress_age_s is not None and progress_age_s > STALLED_AFTER_S
+            state = ProcessState.STALLED if stalled else ProcessState.ALIVE
     return ProcessNow(
         role=identity.role.value,
         instance=identity.instance,

@@ -113,7 +113,7 @@ def why_view(
     blocks += _section("Violations", _limited(violations, MAX_VIOLATIONS), style="red")
     doubts = [*verdict.notes, *timeline.unknowns, *notes]
     blocks += _section("What this does not know", doubts or [_NO_DOUBTS])
-    return Constrain(_translated(blocks, ascii_only=ascii_only), width)
+    return Constrain(translated(blocks, ascii_only=ascii_only), width)
 
 
 def summary_table(
@@ -142,7 +142,7 @@ def summary_table(
             "why": clean("not stalled" if healthy else verdict.cause or ""),
         }
         table.add_row(*(cell for name, cell in cells.items() if name not in left_out))
-    return _translated([table], ascii_only=ascii_only)
+    return translated([table], ascii_only=ascii_only)
 
 
 def _facts(timeline: Timeline) -> Iterable[Text]:
@@ -458,7 +458,7 @@ def check_view(report: CheckReport, *, ascii_only: bool = False) -> RenderableTy
         *_section("Examples", examples),
         *_section("Recording", [*report.facts, *report.notes]),
     ]
-    return _translated(blocks, ascii_only=ascii_only)
+    return translated(blocks, ascii_only=ascii_only)
 
 
 def stages_view(*, ascii_only: bool = False) -> RenderableType:
@@ -477,7 +477,7 @@ def stages_view(*, ascii_only: bool = False) -> RenderableType:
             stage.kind.value,
             meaning,
         )
-    return _translated([table], ascii_only=ascii_only)
+    return translated([table], ascii_only=ascii_only)
 
 
 # One character each, so that columns stay aligned.
@@ -496,6 +496,7 @@ class _Ascii:
             yield Segment(shown, segment.style, segment.control)
 
 
-def _translated(blocks: Sequence[RenderableType], *, ascii_only: bool) -> RenderableType:
+def translated(blocks: Sequence[RenderableType], *, ascii_only: bool) -> RenderableType:
+    """Blocks below each other; with ASCII characters alone where the output takes no more."""
     content = Group(*blocks)
     return _Ascii(content) if ascii_only else content

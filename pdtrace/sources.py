@@ -13,7 +13,7 @@ import os
 import stat
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -24,6 +24,7 @@ import msgspec
 from pdtrace import otlp
 from pdtrace.errors import SourceError
 from pdtrace.foreign_otlp import NotTraces, decode_foreign
+from pdtrace.losses import STATE_NAME
 from pdtrace.ring import scan_rings
 from pdtrace.spans import Span, Trace
 
@@ -158,21 +159,48 @@ def read_source(source: str | Path | None = None, *, stdin: IO[bytes] | None = N
     Broken lines are counted, not raised. Raises SourceError if there is nothing to read: no such
     file, an unsupported form, or not one usable line.
     """
-    name = default_source() if source is None else str(source)
+    return read_sources([default_source() if source is None else source], stdin=stdin)
+
+
+def read_sources(sources: Sequence[str | Path], *, stdin: IO[bytes] | None = None) -> Recording:
+    """Read several sources as one, such as the run directories of several hosts: spans of one trace
+    come together whatever source they are in. Raises SourceError as `read_source`, for each."""
     reader = _Reader()
-    if name == "-":
-        name = "standard input"
-        reader.read(name, stdin or sys.stdin.buffer)
-    elif "://" in name:
-        raise SourceError(f"{name}: addresses cannot be read; give {SUPPORTED}")
-    else:
-        for path in _files(Path(name), reader.problems):
-            try:
-                with path.open("rb") as file:
-                    reader.read(str(path), file)
-            except OSError as error:
-                raise SourceError(f"{path}: {error.strerror or error}") from error
-    return reader.recording(name)
+    names: list[str] = []
+    for source in sources:
+        name = str(source)
+        if name == "-":
+            name = "standard input"
+            reader.read(name, stdin or sys.stdin.buffer)
+        elif "://" in name:
+            raise SourceError(f"{name}: addresses cannot be read; give {SUPPORTED}")
+        else:
+            for path in _files(Path(name), reader.problems):
+                try:
+                    with path.open("rb") as file:
+                        reader.read(str(path), file)
+                except OSError as error:
+                    raise SourceError(f"{path}: {error.strerror or error}") from error
+        names.append(name)
+    return reader.recording(" + ".join(names))
+
+
+def run_directories(sources: Iterable[str | Path]) -> list[Path]:
+    """The run directories among sources: folders that rings or an agent's state stand in."""
+    found: list[Path] = []
+    for source in sources:
+        if str(source) == "-" or "://" in str(source):
+            continue
+        run = resolve_run(Path(source))
+        if (run / RINGS_FOLDER).is_dir() or (run / STATE_NAME).is_file():
+            found.append(run)
+    return found
+
+
+def empty_recording(sources: Iterable[str | Path]) -> Recording:
+    """Sources that hold no trace yet."""
+    name = " + ".join(str(source) for source in sources)
+    return Recording(source=name, traces=(), files=0, lines=0, spans=0, problems=Problems())
 
 
 def join_spans(spans: Iterable[Span], problems: Problems | None = None) -> tuple[Trace, ...]:

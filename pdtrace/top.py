@@ -1,0 +1,402 @@
+"""`pdtrace top`: the requests in flight, the worst first, and the processes that serve them.
+
+Owns the order, the layout and the loop that looks again and again; where looks come from is
+`pdtrace.live`'s. Pure but for `follow`.
+
+The order: requests whose stage is older than usual, by how many times; then those whose stage has
+no usual time yet, by the stage's age; then the others. What was answered already comes last. A
+usual time below a millisecond counts as one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from pdtrace.duration import seconds_text
+from pdtrace.errors import LiveError
+from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState
+from pdtrace.live import LookSource
+from pdtrace.palette import COLOURS
+from pdtrace.render import clean, translated
+from pdtrace.stages import STAGE_BY_NAME
+from pdtrace.waits import describe_wait_now, listed
+
+TOP_SCHEMA = "pdtrace.top/1"
+DEFAULT_LIMIT = 20
+DEFAULT_INTERVAL_S = 1.0
+
+_WIDE = 110
+"""Columns from which on attempt and workers stand in the row, not below it."""
+_LEAST_USUAL_S = 1e-3
+_SLOW_RATIO = 3.0
+_FULL_DETAIL = 3
+_STATE_STYLES = {
+    ProcessState.ALIVE: "green",
+    ProcessState.STALLED: "bold red",
+    ProcessState.CLOSED: "dim",
+    ProcessState.LOST: "bold red",
+}
+
+
+def times_usual(request: InFlight) -> float | None:
+    """How many times its usual length the stage is old; None without a usual length."""
+    if request.usual_s is None:
+        return None
+    return request.stage_age_s / max(request.usual_s, _LEAST_USUAL_S)
+
+
+def ordered(requests: Sequence[InFlight], stage: str | None = None) -> list[InFlight]:
+    """The worst first; only those in `stage` if one is given."""
+    wanted = [request for request in requests if stage is None or request.stage == stage]
+    return sorted(wanted, key=_rank)
+
+
+def _rank(request: InFlight) -> tuple[bool, int, float, float, str]:
+    ratio = times_usual(request)
+    group = 1 if ratio is None else 0 if ratio > 1 else 2
+    age = -request.stage_age_s
+    return (request.ended is not None, group, -(ratio or 0.0), age, request.root_span_id)
+
+
+def top_document(
+    look: Look, *, source: str, stage: str | None = None, limit: int | None = None
+) -> dict[str, Any]:
+    """`pdtrace top --json`: the look, its requests in the order shown."""
+    requests = ordered(look.requests, stage)
+    return {
+        "schema": TOP_SCHEMA,
+        "source": source,
+        "at_unix_ns": look.at_ns,
+        "in_flight": len(look.requests),
+        "requests": [
+            {
+                **msgspec.to_builtins(request),
+                "times_usual": times_usual(request),
+                "waits_for": _waits_for(request),
+            }
+            for request in requests[:limit]
+        ],
+        "processes": [msgspec.to_builtins(process) for process in look.processes],
+        "problems": list(look.problems),
+    }
+
+
+def top_view(
+    look: Look,
+    *,
+    source: str,
+    width: int,
+    stage: str | None = None,
+    limit: int = DEFAULT_LIMIT,
+    height: int | None = None,
+    ascii_only: bool = False,
+) -> RenderableType:
+    """One look, at most `width` columns; with `height` no more lines than that, about."""
+    requests = ordered(look.requests, stage)
+    blocks: list[RenderableType] = [_headline(look, requests, source, stage)]
+    below = [*_process_blocks(look.processes, width), *_problem_blocks(look.problems)]
+    if requests:
+        rows = _Rows(look, wide=width >= _WIDE)
+        room = None
+        if height is not None:
+            room = max(3, height - len(look.processes) - 2 * len(look.problems) - 6)
+        shown = rows.fitting(requests[:limit], width, room)
+        blocks += [Text(), *rows.build(requests[:shown], width)]
+        if shown < len(requests):
+            blocks.append(Text(f"… and {len(requests) - shown} more", style="dim"))
+    return translated([*blocks, *below], ascii_only=ascii_only)
+
+
+def _headline(
+    look: Look, requests: Sequence[InFlight], source: str, stage: str | None
+) -> RenderableType:
+    at = datetime.fromtimestamp(look.at_ns // 10**9, UTC)
+    where = f" in {stage}" if stage else ""
+    if not requests:
+        return Text(clean(f"No request is in flight{where}{_standing(look.processes)}."))
+    waiting = [request for request in requests if request.ended is None]
+    parts = [f"{_many(len(waiting), 'request')} in flight{where}"]
+    if stuck := sum(request.stuck for request in waiting):
+        parts.append(f"{stuck} stuck")
+    if finishing := len(requests) - len(waiting):
+        parts.append(f"{finishing} answered and not let go of")
+    line = Text(", ".join(parts), style="bold")
+    line.append(clean(f" · {source} · {at:%H:%M:%S} UTC"), style="dim")
+    return line
+
+
+def _standing(processes: Sequence[ProcessNow]) -> str:
+    """`: gateway-0 and worker-0 are alive`, in one clause for each state."""
+    if not processes:
+        return ": no process has recorded anything yet"
+    by_state: defaultdict[ProcessState, list[str]] = defaultdict(list)
+    for process in processes:
+        by_state[process.state].append(process.instance)
+    clauses = [
+        f"{listed(by_state[state])} {'is' if len(by_state[state]) == 1 else 'are'} {state.value}"
+        for state in ProcessState
+        if by_state[state]
+    ]
+    return ": " + ", ".join(clauses)
+
+
+class _Rows:
+    """The table of requests: a row each, and lines below it for what has no column."""
+
+    def __init__(self, look: Look, *, wide: bool) -> None:
+        self._wide = wide
+        self._processes: Mapping[str, ProcessNow] = {p.instance: p for p in look.processes}
+
+    def fitting(self, requests: Sequence[InFlight], width: int, room: int | None) -> int:
+        """How many requests have room in so many lines; at least one."""
+        if room is None:
+            return len(requests)
+        used = 0
+        for count, request in enumerate(requests):
+            lines = [len(line) // max(1, width - 4) + 1 for line in self._below(request)]
+            used += 1 + sum(lines)
+            if used > room and count:
+                return count
+        return len(requests)
+
+    def build(self, requests: Sequence[InFlight], width: int) -> list[RenderableType]:
+        """The rows, under one header."""
+        cells = [self._cells(request) for request in requests]
+        header = ["", "request", "stage", "in stage", "usual", "times", "in all"]
+        if self._wide:
+            header += ["try", "workers"]
+        fixed = [max(len(row[i]) for row in [header, *cells]) for i in range(len(header))]
+        others = sum(fixed) - fixed[1] + 2 * (len(fixed) - 1)
+        fixed[1] = min(fixed[1], max(8, width - others))
+        right = {3, 4, 5, 6}
+
+        def line(row: Sequence[str]) -> list[str]:
+            return [
+                _cut(text, fixed[i]).rjust(fixed[i])
+                if i in right
+                else _cut(text, fixed[i]).ljust(fixed[i])
+                for i, text in enumerate(row)
+            ]
+
+        blocks: list[RenderableType] = [Text("  ".join(line(header)), style="dim", no_wrap=True)]
+        for request, row in zip(requests, cells, strict=True):
+            styles = _styles(request)
+            shown = Text(no_wrap=True, overflow="crop")
+            for position, text in enumerate(line(row)):
+                shown.append(("  " if position else "") + text, style=styles.get(position, ""))
+            blocks.append(shown)
+            blocks += [
+                Padding(Text(below, style=style), (0, 0, 0, 4), expand=False)
+                for below, style in self._below(request).items()
+            ]
+        return blocks
+
+    def _cells(self, request: InFlight) -> list[str]:
+        ratio = times_usual(request)
+        cells = [
+            "!" if request.stuck else "",
+            clean(request.request_id, 128),
+            clean(request.stage or ("answered" if request.ended else "?")),
+            _age(request.stage_age_s) if request.stage else "",
+            "" if request.usual_s is None else _age(request.usual_s),
+            "" if ratio is None else f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x",
+            _age(request.age_s),
+        ]
+        if self._wide:
+            cells += [str(request.attempt), _workers(request)]
+        return cells
+
+    def _below(self, request: InFlight) -> dict[str, str]:
+        """Line → style."""
+        lines: dict[str, str] = {}
+        if not self._wide:
+            attempt = f"try {request.attempt}" if request.attempt > 1 else ""
+            facts = [fact for fact in (_workers(request), attempt) if fact]
+            if facts:
+                lines[clean(" · ".join(facts))] = "dim"
+        if waits := _waits_for(request):
+            lines[clean(waits)] = ""
+        process = self._processes.get(request.worker or "")
+        if process is not None and (standing := standing_of(process)):
+            lines[clean(standing)] = "bold red"
+        if request.ended is not None:
+            lines[clean(f"answered ({request.ended}), not yet let go of by all workers")] = "dim"
+        if request.incomplete:
+            lines[clean(f"incomplete: {request.incomplete}")] = "dim"
+        return lines
+
+
+def _styles(request: InFlight) -> dict[int, str]:
+    """Column → style."""
+    ratio = times_usual(request)
+    late = "bold red" if request.stuck else "yellow" if ratio and ratio >= _SLOW_RATIO else ""
+    if request.ended is not None:
+        return dict.fromkeys(range(9), "dim")
+    colour = COLOURS.get(request.stage or "", "")
+    return {0: "bold red", 2: colour, 3: late, 4: "dim", 5: late, 7: "dim", 8: "dim"}
+
+
+def standing_of(process: ProcessNow) -> str | None:
+    """A sentence on a process that cannot go on; None while it can."""
+    match process.state:
+        case ProcessState.STALLED:
+            age = process.progress_age_s or 0.0
+            return f"{process.instance} is stalled: no progress for {_age(age)}."
+        case ProcessState.LOST:
+            return f"{process.instance} is lost: its process (pid {process.pid}) is gone."
+        case ProcessState.CLOSED:
+            return f"{process.instance} has ended."
+        case ProcessState.ALIVE:
+            return None
+
+
+def _waits_for(request: InFlight) -> str | None:
+    """The wait in words; None if none was recorded."""
+    return describe_wait_now(request.stage, request.wait) if request.wait else None
+
+
+def _workers(request: InFlight) -> str:
+    workers = [w for w in (request.prefill_worker, request.decode_worker) if w]
+    return clean(" → ".join(dict.fromkeys(workers)))
+
+
+def _process_blocks(processes: Sequence[ProcessNow], width: int) -> list[RenderableType]:
+    if not processes:
+        return []
+    many_hosts = len({process.host_id for process in processes}) > 1
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("process", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("progress", justify="right", no_wrap=True)
+    table.add_column("open", justify="right", no_wrap=True)
+    if width >= _WIDE:
+        table.add_column("pid", justify="right", no_wrap=True)
+    table.add_column("", ratio=1)
+    for process in processes:
+        host = f" @{process.host_id[:8]}" if many_hosts else ""
+        progress = process.progress_age_s
+        cells: list[RenderableType] = [
+            clean(process.instance + host),
+            Text(process.state.value, style=_STATE_STYLES[process.state]),
+            "" if progress is None else f"{_age(progress)} ago",
+            str(process.open_requests),
+        ]
+        if width >= _WIDE:
+            cells.append(str(process.pid))
+        table.add_row(*cells, Text(_gauges(process.gauges), style="dim"))
+    return [Text(), table]
+
+
+def _gauges(gauges: Mapping[str, int]) -> str:
+    """`KV 30 of 112 pages free, 12 reserved · 4 running, 3 waiting`."""
+    parts: list[str] = []
+    total, free = gauges.get("kv_pages_total"), gauges.get("kv_pages_free")
+    if total and free is not None:
+        reserved = gauges.get("kv_pages_reserved")
+        parts.append(
+            f"KV {free} of {total} pages free" + (f", {reserved} reserved" if reserved else "")
+        )
+    busy = [
+        f"{gauges[name]} {word}"
+        for name, word in (
+            ("running", "running"),
+            ("waiting", "waiting"),
+            ("reserving", "reserving"),
+            ("transferring", "transferring"),
+            ("copy_jobs_waiting", "copies waiting"),
+        )
+        if gauges.get(name)
+    ]
+    if busy:
+        parts.append(", ".join(busy))
+    detail = gauges.get("recording_detail")
+    if detail is not None and detail < _FULL_DETAIL:
+        parts.append(f"records at detail {detail} of {_FULL_DETAIL}")
+    return " · ".join(parts)
+
+
+def _problem_blocks(problems: Sequence[str]) -> list[RenderableType]:
+    if not problems:
+        return []
+    lines = [Padding(Text(clean(line)), (0, 0, 0, 2), expand=False) for line in problems]
+    return [Text(), Text("Problems", style="bold yellow"), *lines]
+
+
+def _age(seconds: float) -> str:
+    return seconds_text(round(seconds * 1e9))
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def follow(
+    source: LookSource,
+    console: Console,
+    *,
+    stage: str | None,
+    limit: int,
+    interval_s: float,
+    as_json: bool,
+    ascii_only: bool,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Looks again every `interval_s` until interrupted, or until the output's reader leaves.
+
+    On a terminal the view stays in place; elsewhere each look is printed below the last, as JSON on
+    one line with `as_json`. A source that stops answering is told among the problems, under what it
+    said last. Raises LiveError if the first look fails, BrokenPipeError if JSON has no reader.
+    """
+    if stage is not None:
+        assert stage in STAGE_BY_NAME
+    last = source.look()
+    in_place = console.is_terminal and not as_json
+
+    def view() -> RenderableType:
+        return top_view(
+            last,
+            source=source.name,
+            width=console.width,
+            stage=stage,
+            limit=limit,
+            height=console.height if in_place else None,
+            ascii_only=ascii_only,
+        )
+
+    def following() -> None:
+        nonlocal last
+        sleep(interval_s)
+        try:
+            last = source.look()
+        except LiveError as error:
+            last = msgspec.structs.replace(last, problems=(str(error),))
+
+    if in_place:
+        with Live(view(), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+            while True:
+                following()
+                live.update(view(), refresh=True)
+    while not console.quiet:
+        if as_json:
+            document = top_document(last, source=source.name, stage=stage, limit=limit)
+            print(json.dumps(document, allow_nan=False), flush=True)
+        else:
+            console.print(view())
+            console.print(Text())
+        following()
