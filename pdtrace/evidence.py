@@ -41,6 +41,18 @@ REPEATABLE_MARKS = frozenset({Mark.WAITING, Mark.ABORTED, Mark.TOKEN_GAP}) | {
 }
 
 
+def place_of(mark: Mark, attr: a.Attr) -> int:
+    """Where an attribute stands among a mark's values; beyond them if the mark lacks it."""
+    attrs = MARKS[mark].attrs
+    return attrs.index(attr) if attr in attrs else len(attrs)
+
+
+_BLOCKERS_AT = {
+    mark: (place_of(mark, a.WAIT_BLOCKER), place_of(mark, a.WAIT_BLOCKERS))
+    for mark in (Mark.WAITING, Mark.TOKEN_GAP)
+}
+
+
 def _begin_marks() -> Mapping[tuple[Mode, str], tuple[Mark, ...]]:
     """Marks that open each chain stage per mode.
 
@@ -440,12 +452,12 @@ class Evidence:
 
 def blocker_names(mark: Mark, values: Sequence[Value]) -> tuple[str, ...]:
     """Requests that a WAITING or TOKEN_GAP mark names, most important first, each once."""
-    names: list[str] = []
-    for attr, value in zip(MARKS[mark].attrs, values, strict=False):
-        if value and attr is a.WAIT_BLOCKER:
-            names.append(str(value))
-        elif value and attr is a.WAIT_BLOCKERS:
-            names += str(value).split(ID_SEPARATOR)
+    first_at, all_at = _BLOCKERS_AT[mark]
+    first = values[first_at] if first_at < len(values) else None
+    listed = values[all_at] if all_at < len(values) else None
+    if not listed:
+        return (str(first),) if first else ()
+    names = [str(first or ""), *str(listed).split(ID_SEPARATOR)]
     return tuple(dict.fromkeys(name for name in names if name))
 
 

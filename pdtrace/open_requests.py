@@ -15,29 +15,22 @@ import msgspec
 from pdtrace import semconv as a
 from pdtrace.alignment import align
 from pdtrace.collected import AttemptIds, CollectedRequest, Leg, Process, StepStats, Stuck
-from pdtrace.evidence import blocker_names
+from pdtrace.evidence import blocker_names, place_of
 from pdtrace.inflight import InFlight, WaitNow
 from pdtrace.offsets import ClockOffsets
 from pdtrace.progress import PLANS, Plan, Progress
 from pdtrace.propagation import RequestContext
 from pdtrace.ring.records import ClockRecord, MarkRecord, StepRecord, Value
-from pdtrace.stages import MARKS, STAGE_BY_NAME, Mark, Mode, Role, Stage, StepKind
+from pdtrace.stages import STAGE_BY_NAME, Mark, Mode, Role, Stage, StepKind
 
-
-def _place(mark: Mark, attr: a.Attr) -> int:
-    """Where an attribute stands among a mark's values; beyond them if the mark lacks it."""
-    attrs = MARKS[mark].attrs
-    return attrs.index(attr) if attr in attrs else len(attrs)
-
-
-_PREFILL_AT = _place(Mark.ROUTED, a.PREFILL_WORKER)
-_DECODE_AT = _place(Mark.ROUTED, a.DECODE_WORKER)
-_PROMPT_AT = _place(Mark.TOKENIZED, a.PROMPT_TOKENS)
-_STREAM_AT = _place(Mark.TOKENIZED, a.STREAM)
-_MODE_AT = _place(Mark.TOKENIZED, a.MODE)
-_OUTCOME_AT = _place(Mark.COMPLETED, a.OUTCOME)
-_WAIT_STAGE_AT = _place(Mark.WAITING, a.WAIT_STAGE)
-_WAIT_REASON_AT = _place(Mark.WAITING, a.WAIT_REASON)
+_PREFILL_AT = place_of(Mark.ROUTED, a.PREFILL_WORKER)
+_DECODE_AT = place_of(Mark.ROUTED, a.DECODE_WORKER)
+_PROMPT_AT = place_of(Mark.TOKENIZED, a.PROMPT_TOKENS)
+_STREAM_AT = place_of(Mark.TOKENIZED, a.STREAM)
+_MODE_AT = place_of(Mark.TOKENIZED, a.MODE)
+_OUTCOME_AT = place_of(Mark.COMPLETED, a.OUTCOME)
+_WAIT_STAGE_AT = place_of(Mark.WAITING, a.WAIT_STAGE)
+_WAIT_REASON_AT = place_of(Mark.WAITING, a.WAIT_REASON)
 _NAMING_MARKS = frozenset({Mark.WAITING, Mark.TOKEN_GAP})
 
 TELLING_MARKS = frozenset(
@@ -259,7 +252,8 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
     def look(self, now_ns: int, to_home: ToHome) -> InFlight:
         """How it stands at `now_ns`."""
         progress, context = self.progress, self.context
-        stage, since_ns = progress.stage(token_awaited=self._token_awaited)
+        in_token = progress.at == progress.plan.token
+        stage, since_ns = progress.stage(token_awaited=in_token and self._token_awaited)
         return InFlight(
             request_id=context.request_id,
             trace_id=context.trace_id,
@@ -274,7 +268,8 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
             decode_worker=self.decode_worker,
             prompt_tokens=self.prompt_tokens,
             wait=None if stage is None else self._wait_now(stage, now_ns, to_home),
-            stuck=any(
+            stuck=bool(self.stuck)
+            and any(
                 stage is not None
                 and (report.stage, report.attempt) == (stage.name, progress.attempt)
                 for report in self.stuck
@@ -316,7 +311,7 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
         if latest is None or latest.wait is None:
             return None
         since_ns = to_home(latest.source, latest.wait_since_ns)
-        return _wait_now(latest.wait, max(now_ns - since_ns, 0) / 1e9)
+        return _described(latest.wait, max(now_ns - since_ns, 0) / 1e9)
 
     def _incomplete(self) -> str | None:
         why: list[str] = []
@@ -396,28 +391,24 @@ def _waits_in(leg: OpenLeg, wait: MarkRecord, stage: Stage) -> bool:
     return True
 
 
-def _wait_now(record: MarkRecord, age_s: float) -> WaitNow:
-    numbers: dict[str, int | None] = {}
-    for name, place in _WAIT_NUMBERS_AT.items():
-        value = value_at(record, place)
-        numbers[name] = value if isinstance(value, int) else None
+def _described(record: MarkRecord, age_s: float) -> WaitNow:
+    numbers = [value_at(record, place) for place in _WAIT_NUMBERS_AT]
+    needed, free, limit, position = [n if isinstance(n, int) else None for n in numbers]
     return WaitNow(
         reason=str(value_at(record, _WAIT_REASON_AT) or "unknown"),
+        needed=needed,
+        free=free,
+        limit=limit,
+        position=position,
         blockers=blocker_names(record.mark, record.values),
         age_s=age_s,
-        needed=numbers["needed"],
-        free=numbers["free"],
-        limit=numbers["limit"],
-        position=numbers["position"],
     )
 
 
-_WAIT_NUMBERS_AT = {
-    "needed": _place(Mark.WAITING, a.WAIT_NEEDED),
-    "free": _place(Mark.WAITING, a.WAIT_FREE),
-    "limit": _place(Mark.WAITING, a.WAIT_LIMIT),
-    "position": _place(Mark.WAITING, a.WAIT_POSITION),
-}
+_WAIT_NUMBERS_AT = tuple(
+    place_of(Mark.WAITING, attr)
+    for attr in (a.WAIT_NEEDED, a.WAIT_FREE, a.WAIT_LIMIT, a.WAIT_POSITION)
+)
 
 
 def home_time(source: Source, home: Process, sources: Iterable[Source], t_ns: int) -> int:

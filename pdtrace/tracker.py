@@ -25,6 +25,8 @@ from itertools import islice
 from operator import attrgetter
 from typing import Generic, TypeVar
 
+import msgspec
+
 from pdtrace.collected import CollectedRequest, Process, Stuck
 from pdtrace.inflight import InFlight
 from pdtrace.open_requests import (
@@ -43,6 +45,7 @@ from pdtrace.ring.records import (
     OpenRecord,
     Record,
     StepRecord,
+    Value,
 )
 from pdtrace.stages import Mark, Role
 
@@ -54,8 +57,12 @@ MAX_REMEMBERED = 200_000
 waits to the requests that were in the way."""
 MAX_MARKS = 20_000
 """Marks kept of one request; what is more counts as missed."""
+MAX_SHARED_VALUES = 10_000
 MAX_UNNAMED = 10_000
 """Marks kept of one ring whose OPEN record has not been read."""
+
+_RECURRING_MARKS = frozenset({Mark.RECEIVED, Mark.TOKENIZED, Mark.ROUTED})
+"""Marks of nearly every request whose values are texts of a small choice."""
 
 _V = TypeVar("_V")
 
@@ -99,6 +106,24 @@ class _Memory(Generic[_V]):
         self._young[key] = value
 
 
+class _SharedValues:
+    """One tuple for all marks that carry equal values, for those marks whose values recur."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Value, ...], tuple[Value, ...]] = {}
+
+    def share(self, record: MarkRecord) -> None:
+        """Lets go of a record's own tuple and strings if others carry the same."""
+        values = record.values
+        known = self._known.get(values)
+        if known is not None:
+            msgspec.structs.force_setattr(record, "values", known)
+        else:
+            if len(self._known) >= MAX_SHARED_VALUES:
+                self._known.clear()
+            self._known[values] = values
+
+
 @dataclass(slots=True)
 class _Ring:
     source: Source
@@ -126,6 +151,7 @@ class RequestTracker:
         self._open: dict[str, OpenRequest] = {}
         self._finished: _Memory[bool] = _Memory()
         self._roots: _Memory[bytes] = _Memory()
+        self._shared = _SharedValues()
         self._begun = 0
         self._home: Process | None = None
         self._changed: dict[str, None] = {}
@@ -357,6 +383,8 @@ class RequestTracker:
             self.counts.overgrown += 1
             leg.overgrown += 1
             return
+        if mark in _RECURRING_MARKS:
+            self._shared.share(record)
         request.num_marks += 1
         leg.marks.append(record)
 
