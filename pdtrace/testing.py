@@ -11,6 +11,7 @@ production code.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,17 @@ from pdtrace.ring.layout import RingCapacity, RingIdentity
 from pdtrace.ring.reader import RingReader
 from pdtrace.ring.records import Record, Value
 from pdtrace.ring.writer import RingWriter
-from pdtrace.stages import CHAINS, STAGE_BY_NAME, Mark, Mode, Outcome, Role, Stage, WaitReason
+from pdtrace.stages import (
+    CHAINS,
+    STAGE_BY_NAME,
+    Mark,
+    Mode,
+    Outcome,
+    Role,
+    Stage,
+    StepKind,
+    WaitReason,
+)
 
 SMALL_RING = RingCapacity(blocks=16, block_bytes=16 * 1024)
 """Room for about 8,000 marks."""
@@ -223,6 +234,14 @@ class _Event(NamedTuple):
     values: tuple[Value, ...]
 
 
+class _Step(NamedTuple):
+    t_ns: int  # its end
+    role: Role
+    kind: StepKind
+    begin_ns: int
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRequest:
     """What `record_request` recorded, to compare with what comes out at the other end.
@@ -231,6 +250,8 @@ class RecordedRequest:
             The stage in which the request stopped ends where it was given up, and is left out while
             the request is still in flight
     marks   (time, role, mark) of everything recorded, in order
+    steps   (begin, end, role, kind) of its forward passes, in order of their ends; empty unless
+            asked for
     """
 
     context: RequestContext
@@ -238,6 +259,7 @@ class RecordedRequest:
     end_ns: int
     stages: Mapping[str, tuple[int, int]]
     marks: Sequence[tuple[int, Role, Mark]]
+    steps: Sequence[tuple[int, int, Role, StepKind]] = ()
 
 
 def record_request(
@@ -257,6 +279,7 @@ def record_request(
     prompt_tokens: int = 256,
     output_tokens: int = 32,
     chunks: int = 1,
+    steps: bool = False,
 ) -> RecordedRequest:
     """Record one request through all its processes: the chain of `mode` and what stands beside it.
 
@@ -269,6 +292,7 @@ def record_request(
                (says nothing if LOST) and the gateway closes 1 ms later; None: the request is in
                flight in `stop_in` and nothing further is recorded
     chunks     of the prefill, copied one by one
+    steps      record a forward pass for each chunk, and for each token after the first
 
     Raises ValueError for stages that are not in the mode's chain or an outcome without `stop_in`.
     """
@@ -314,14 +338,25 @@ def record_request(
     # Where times tie, what belongs to an ending stage comes first; then the chain in its order.
     of_chain = {Mark.RECEIVED, *(stage.end for stage in chain)}
     events.sort(key=lambda event: (event.t_ns, event.mark not in _ENDS, event.mark not in of_chain))
+    passes = _steps(stages, mode, chunks, prompt_tokens, output_tokens) if steps else []
 
     traces: dict[Role, RequestTrace] = {}
-    for event in events:
+    # A pass is recorded as it ends, before the marks that it led to.
+    for event in heapq.merge(passes, events, key=lambda event: event.t_ns):
         trace = traces.get(event.role)
         if trace is None:
             trace = recorders[event.role].begin(context, at_ns=event.t_ns)
             traces[event.role] = trace
-        trace.mark(event.mark, *event.values, at_ns=event.t_ns)
+        if isinstance(event, _Step):
+            recorders[event.role].step(
+                event.kind,
+                [trace],
+                tokens=event.tokens,
+                begin_ns=event.begin_ns,
+                end_ns=event.t_ns,
+            )
+        else:
+            trace.mark(event.mark, *event.values, at_ns=event.t_ns)
     lost = _owner(STAGE_BY_NAME[stop_in], mode) if outcome is Outcome.LOST and stop_in else None
     if outcome is not None:
         for role, trace in traces.items():
@@ -334,6 +369,7 @@ def record_request(
         end_ns=now_ns,
         stages=stages,
         marks=[(event.t_ns, event.role, event.mark) for event in events],
+        steps=[(step.begin_ns, step.t_ns, step.role, step.kind) for step in passes],
     )
 
 
@@ -416,6 +452,34 @@ def _beside_the_chain(
         finished_ns = stages["decode.generate"][1]
         events.append(_Event(finished_ns + 50_000, decode, Mark.DECODE_RELEASED, (pages, 200)))
     return events
+
+
+def _steps(
+    stages: Mapping[str, tuple[int, int]],
+    mode: Mode,
+    chunks: int,
+    prompt_tokens: int,
+    output_tokens: int,
+) -> list[_Step]:
+    """Forward passes of the stages that the request came through, one after the other."""
+    colocated = mode is Mode.COLOCATED
+    passes: list[_Step] = []
+    for stage, role, kind, count, tokens in (
+        ("prefill.compute", Role.PREFILL, StepKind.PREFILL, chunks, prompt_tokens),
+        ("decode.generate", Role.DECODE, StepKind.DECODE, output_tokens - 1, output_tokens - 1),
+    ):
+        begin_ns, end_ns = stages.get(stage, (0, 0))
+        passes += [
+            _Step(
+                t_ns=begin_ns + (end_ns - begin_ns) * (index + 1) // count,
+                role=Role.WORKER if colocated else role,
+                kind=kind,
+                begin_ns=begin_ns + (end_ns - begin_ns) * index // count,
+                tokens=tokens * (index + 1) // count - tokens * index // count,
+            )
+            for index in range(count if stage in stages else 0)
+        ]
+    return passes
 
 
 def _copy(

@@ -9,6 +9,8 @@ import pytest
 
 from pdtrace import ids
 
+MAKERS = (ids.new_trace_id, ids.new_span_id, ids.new_request_id, ids.new_handoff_id)
+
 
 @pytest.mark.parametrize(
     ("make", "pattern"),
@@ -43,20 +45,28 @@ def test_seeding_the_global_generator_changes_nothing():
     assert ids.new_trace_id() != first
 
 
-def test_forked_children_draw_other_ids_than_their_parent():
-    children: list[str] = []
-    for _ in range(3):
+def test_forked_children_draw_other_ids_than_their_parent_and_each_other():
+    """Many processes at once, each with thousands of ids, after the parent has drawn some."""
+    random.seed(7)
+    num_children, draws = 24, 1500
+    drawn = [ids.new_trace_id() for _ in range(draws)]
+    pipes: list[tuple[int, int]] = []
+    for _ in range(num_children):
         read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
-                os.write(write_end, ids.new_trace_id().encode())
+                os.close(read_end)
+                random.seed(7)
+                with os.fdopen(write_end, "w") as out:
+                    out.writelines(f"{make()}\n" for make in MAKERS for _ in range(draws))
             finally:
                 os._exit(0)
-        os.waitpid(pid, 0)
-        children.append(os.read(read_end, 32).decode())
-        os.close(read_end)
         os.close(write_end)
-    drawn = {ids.new_trace_id(), *children}
-    assert len(drawn) == 4
-    assert all(len(one) == 32 for one in drawn)
+        pipes.append((pid, read_end))
+    for pid, read_end in pipes:
+        with os.fdopen(read_end) as inlet:
+            drawn += inlet.read().splitlines()
+        assert os.waitpid(pid, 0)[1] == 0
+    assert len(drawn) == draws * (1 + num_children * len(MAKERS))
+    assert len(set(drawn)) == len(drawn)

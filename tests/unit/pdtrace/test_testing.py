@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdtrace.propagation import RemoteParent, RequestContext
-from pdtrace.ring import EndRecord, MarkRecord, OpenRecord, RingReader, scan_rings
-from pdtrace.stages import CHAINS, MARKS, Mark, Mode, Outcome, Role, WaitReason
+from pdtrace.ring import EndRecord, MarkRecord, OpenRecord, RingReader, StepRecord, scan_rings
+from pdtrace.stages import CHAINS, MARKS, Mark, Mode, Outcome, Role, StepKind, WaitReason
 from pdtrace.testing import (
     HEALTHY_STAGE_MS,
     FakeClock,
@@ -138,6 +138,43 @@ def test_waits_are_said_by_the_stages_owner_at_its_begin():
     (wait,) = (m for m in marks_by_role(rings)[Role.DECODE] if m.mark is Mark.WAITING)
     assert wait.values == ("decode.reserve", "kv_pages", 9, None, None, None, "b", None)
     assert wait.t_ns == recorded.stages["decode.reserve"][0]
+
+
+def test_several_blockers_of_a_wait_are_all_recorded():
+    rings = MemoryRings()
+    blockers = ["a", "b", "c", "d", "e"]
+    record_request(rings.recorders, waits={"decode.queue": {"blocker": blockers}})
+    (wait,) = (m for m in marks_by_role(rings)[Role.DECODE] if m.mark is Mark.WAITING)
+    assert wait.values[6:] == ("a", "a\x1fb\x1fc\x1fd")
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_steps_fill_the_compute_of_both_legs(mode: Mode):
+    rings = MemoryRings(clock=FakeClock())
+    recorded = record_request(
+        rings.recorders, mode=mode, steps=True, chunks=3, prompt_tokens=100, output_tokens=8
+    )
+    found = [
+        (record.begin_ns, record.end_ns, identity.role, record.kind, record.tokens, record.members)
+        for identity, record in rings.read()
+        if isinstance(record, StepRecord)
+    ]
+    assert sorted(one[:4] for one in found) == sorted(recorded.steps)
+    for stage, kind, count, tokens in (
+        ("prefill.compute", StepKind.PREFILL, 3, 100),
+        ("decode.generate", StepKind.DECODE, 7, 7),
+    ):
+        steps = [one for one in found if one[3] is kind]
+        assert (steps[0][0], steps[-1][1]) == recorded.stages[stage]
+        assert [one[0] for one in steps[1:]] == [one[1] for one in steps[:-1]]  # no time between
+        assert (len(steps), sum(one[4] for one in steps)) == (count, tokens)
+        assert all(len(one[5]) == 1 for one in steps)
+
+
+def test_a_request_that_stops_has_the_steps_that_it_came_through():
+    rings = MemoryRings(clock=FakeClock())
+    recorded = record_request(rings.recorders, steps=True, outcome=None, stop_in="decode.generate")
+    assert {kind for *_, kind in recorded.steps} == {StepKind.PREFILL}
 
 
 @pytest.mark.parametrize(
