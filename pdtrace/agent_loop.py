@@ -450,6 +450,7 @@ class Agent:
     def _keep_house(self) -> None:
         """Writes the state, then deletes the rings that it no longer needs."""
         self._state_written_s = time.monotonic()
+        self._steps.keep(self._tails.live)
         rings, sink = self._tails.states(self._delivery.position or SinkPosition())
         state = _State(rings=rings, sink=sink, losses=self.losses())
         if self._state_path is None or self._save(self._state_path, state):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from statistics import median
@@ -94,9 +94,9 @@ class StepWatch:
         self.chosen += 1
         return True
 
-    def forget(self, ring: str) -> None:
-        """A ring is finished."""
-        for key in [key for key in self._usual if key[0] == ring]:
+    def keep(self, rings: Collection[str]) -> None:
+        """Forgets the rings that are not among `rings`."""
+        for key in [key for key in self._usual if key[0] not in rings]:
             del self._usual[key]
 
 

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -150,6 +150,11 @@ class RingTails:
     def num_live(self) -> int:
         """Rings that are still read."""
         return len(self._tails)
+
+    @property
+    def live(self) -> Collection[str]:
+        """Their names."""
+        return self._tails.keys()
 
     @property
     def num_finished(self) -> int:
