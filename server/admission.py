@@ -23,7 +23,7 @@ class Wait:
     """Why a request was left out of a plan. Units of the numbers: see `WaitReason`.
 
     needed     of pages, those that must be free: the ones that must stay free are among them
-    position   requests ahead of it in its queue
+    position   requests ahead of it that the plan leaves in its queue too
     blockers   request ids in the way, most important first, at most MAX_BLOCKERS. Of a wait for
                pages the plan leaves them to the scheduler, which knows who holds how many
     """
@@ -97,7 +97,7 @@ class FifoAdmission:
     def offer(self, candidate: Candidate, position: int) -> bool:
         """Whether the next request of the queue gets its pages; if not, a wait says why.
 
-        position   its place in the queue, from 0
+        position   requests ahead of it that stay in the queue
         """
         if candidate.held:
             self._wait(candidate, WaitReason.INJECTED, position)

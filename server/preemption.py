@@ -102,7 +102,8 @@ def plan_pages(
     resume: list[str] = []
     waits: list[Wait] = []
     first: str | None = None  # request that waits to come back: nobody does before it
-    for position, sequence in enumerate(preempted):
+    for index, sequence in enumerate(preempted):
+        position = index - len(resume)  # those that come back are ahead no more
         headroom = len(stay) + len(resume)
         fits = sequence.pages + headroom <= free
         if not waits and not preempt and slots > 0 and fits:

@@ -295,7 +295,7 @@ class Scheduler(ABC, Generic[LegT]):
         return True
 
     def record_waits(self, waits: Sequence[Wait], now_ns: int) -> None:
-        """Say in the trace why each of these legs was left out."""
+        """Say in the trace why each of these legs was left out of a plan that has been applied."""
         for wait in waits:
             leg = self.legs.get(wait.handoff_id)
             if leg is None:

@@ -98,7 +98,8 @@ def plan_colocated(snapshot: ColocatedSnapshot) -> ColocatedPlan:
         sequence.request_id for sequence in (*snapshot.running, *snapshot.prefilling)[:MAX_BLOCKERS]
     )
     start: list[str] = []
-    for position, prompt in enumerate(snapshot.queue):
+    for index, prompt in enumerate(snapshot.queue):
+        position = index - len(start)  # those that start are ahead no more
         if prompt.held:
             waits.append(_wait(prompt, WaitReason.INJECTED, position))
         elif pages.returning is not None:

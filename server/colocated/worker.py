@@ -40,8 +40,8 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
         now_ns = self._clock()
         self._move_on(now_ns)
         plan = plan_colocated(self._snapshot(now_ns))
-        self.record_waits(plan.waits, now_ns)
         self._apply(plan)
+        self.record_waits(plan.waits, now_ns)
         self.flush()
         if plan.decode:
             self.run_batch(now_ns)

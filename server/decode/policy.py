@@ -84,7 +84,8 @@ def plan_decode(snapshot: DecodeSnapshot) -> DecodePlan:
     oldest = tuple(sequence.request_id for sequence in snapshot.running[:MAX_BLOCKERS])
     waits: list[Wait] = list(pages.waits)
     admit: list[str] = []
-    for position, sequence in enumerate(snapshot.landed):
+    for index, sequence in enumerate(snapshot.landed):
+        position = index - len(admit)  # those that go on are ahead no more
         if sequence.held:
             waits.append(
                 Wait(handoff_id=sequence.handoff_id, reason=WaitReason.INJECTED, position=position)
@@ -111,7 +112,8 @@ def plan_decode(snapshot: DecodeSnapshot) -> DecodePlan:
         max_passes=snapshot.max_passes,
     )
     reserve: list[str] = []
-    for position, candidate in enumerate(snapshot.reserving):
+    for index, candidate in enumerate(snapshot.reserving):
+        position = index - len(reserve)
         if pages.returning is not None:
             waits.append(
                 Wait(

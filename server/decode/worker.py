@@ -62,8 +62,8 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         self._notice(now_ns)
         self._note_landings()
         plan = plan_decode(self._snapshot(now_ns))
-        self.record_waits(plan.waits, now_ns)
         self._apply(plan)
+        self.record_waits(plan.waits, now_ns)
         self._commit()
         self.flush()  # first tokens do not wait for the step
         self.run_batch(now_ns)

@@ -110,7 +110,8 @@ def plan_prefill(snapshot: PrefillSnapshot) -> PrefillPlan:
             )
     admission = FifoAdmission(snapshot.pages, max_passes=snapshot.max_passes)
     start: list[str] = []
-    for position, prompt in enumerate(snapshot.queue):
+    for index, prompt in enumerate(snapshot.queue):
+        position = index - len(start)  # those that start are ahead no more
         candidate = Candidate(
             handoff_id=prompt.handoff_id,
             request_id=prompt.request_id,

@@ -52,6 +52,33 @@ PAGE = 4
 MODEL = FakeModel(num_layers=1, num_kv_heads=1, head_dim=1)
 
 
+StepTime = Callable[[StepShape], float]
+"""Seconds that a step takes."""
+
+
+def constant(seconds: float) -> StepTime:
+    """Every step takes the same time."""
+
+    def step_time(_: StepShape) -> float:
+        return seconds
+
+    return step_time
+
+
+def by_kind(*, decode: Callable[[int], float] | float = 0.0, prompt_token: float = 0.0) -> StepTime:
+    """Seconds of a decode step, maybe by its sequences, and of a prompt's pass by its tokens.
+
+    A pass over one token of each prompt looks like a decode step.
+    """
+
+    def step_time(shape: StepShape) -> float:
+        if shape.num_tokens > shape.num_seqs:
+            return prompt_token * shape.num_tokens
+        return decode(shape.num_seqs) if callable(decode) else decode
+
+    return step_time
+
+
 @dataclass(slots=True)
 class Channels:
     """All messages on their way, by (sender, receiver)."""
@@ -238,7 +265,7 @@ class Cluster:
         decode_model: FakeModel | None = None,
         decode_layout: KvLayout | None = None,
         step_ms: float = 0.0,
-        step_time: Callable[[StepShape], float] | None = None,
+        step_time: StepTime | None = None,
         record: bool = True,
         clock: FakeClock | None = None,
         registered: bool = True,
@@ -266,7 +293,7 @@ class Cluster:
         """Every message handed over, with its receiver, in order."""
         self._num_requests = 0
         self._record = record
-        self.step_time = step_time or (lambda _: step_ms / 1e3)
+        self.step_time: StepTime = step_time or constant(step_ms / 1e3)
         """Seconds that a step of any worker takes; may be replaced at any time."""
         roles = (
             {"worker-0": Role.WORKER}

@@ -10,9 +10,8 @@ from pdtrace.ring.records import MarkRecord, OpenRecord, StepRecord, Value
 from pdtrace.stages import GapCause, Mark, Role, StepKind
 from server.config import Settings
 from server.engine.base import DecodeSlot, PrefillChunk
-from server.engine.fake import StepShape
 from server.wire.messages import Cancel, CopyDone
-from tests.support.scheduler_bus import PAGE, Cluster
+from tests.support.scheduler_bus import PAGE, Cluster, by_kind, constant
 
 MakeCluster = Callable[..., Cluster]
 MS = 1_000_000
@@ -38,21 +37,16 @@ def config(**changes: object) -> Settings:
     return Settings(**values)  # pyright: ignore[reportArgumentType]
 
 
-def is_decode(shape: StepShape) -> bool:
-    return shape.num_tokens == shape.num_seqs
-
-
 def gaps(cluster: Cluster, role: Role, key: int = 1) -> list[tuple[Value, ...]]:
     """Attributes of one request's gaps, in order."""
     return [r.values for r in cluster.marks(role) if r.mark is Mark.TOKEN_GAP and r.key == key]
 
 
-def run_alone(cluster: Cluster, turns: int, **arguments: int) -> str:
+def run_alone(cluster: Cluster, turns: int) -> None:
     """A first request that generates on its own for a while."""
-    handoff_id = cluster.submit(prompt(5), **arguments)
+    cluster.submit(prompt(5), max_tokens=12)
     for _ in range(turns):
         cluster.step()
-    return handoff_id
 
 
 @pytest.mark.parametrize("chunked", [True, False])
@@ -61,9 +55,9 @@ def test_prompts_in_the_same_worker(make_cluster: MakeCluster, chunked: bool) ->
         settings=config(chunked=chunked, prefill_budget=18),
         colocated=True,
         # The pass over both prompts takes 160 ms, a step of the batch 2 ms.
-        step_time=lambda shape: 0.002 if is_decode(shape) else 0.01 * shape.num_tokens,
+        step_time=by_kind(decode=0.002, prompt_token=0.01),
     )
-    run_alone(cluster, 4, max_tokens=12)
+    run_alone(cluster, 4)
     cluster.submit(prompt(4, first=50), max_tokens=2)
     cluster.submit(prompt(12, first=90), max_tokens=2)
     cluster.settle()
@@ -80,9 +74,9 @@ def test_prompts_in_the_same_worker(make_cluster: MakeCluster, chunked: bool) ->
 def test_growth_of_the_batch(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(
         settings=config(),
-        step_time=lambda shape: 0.02 * shape.num_seqs**2 if is_decode(shape) else 0.0,
+        step_time=by_kind(decode=lambda size: 0.02 * size**2),
     )
-    run_alone(cluster, 8, max_tokens=12)
+    run_alone(cluster, 8)
     cluster.submit(prompt(6, first=50), max_tokens=4)
     cluster.settle()
     first, *later = gaps(cluster, Role.DECODE)
@@ -126,8 +120,8 @@ def test_pages_taken_away(make_cluster: MakeCluster) -> None:
 
 
 def test_kv_of_others_that_lands(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(settings=config(), step_time=lambda s: 0.002 * is_decode(s))
-    run_alone(cluster, 8, max_tokens=12)
+    cluster = make_cluster(settings=config(), step_time=by_kind(decode=0.002))
+    run_alone(cluster, 8)
     cluster.inboxes["decode-0"].cost_ms[CopyDone] = 60
     cluster.submit(prompt(6, first=50), max_tokens=2)
     cluster.settle()
@@ -137,8 +131,8 @@ def test_kv_of_others_that_lands(make_cluster: MakeCluster) -> None:
 
 
 def test_loop_that_is_busy_with_other_messages(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(settings=config(), step_time=lambda s: 0.002 * is_decode(s))
-    run_alone(cluster, 8, max_tokens=12)
+    cluster = make_cluster(settings=config(), step_time=by_kind(decode=0.002))
+    run_alone(cluster, 8)
     cluster.inboxes["decode-0"].cost_ms[Cancel] = 20
     for number in range(4):
         cluster.hand(
@@ -171,10 +165,10 @@ def test_fault_hook(make_cluster: MakeCluster, colocated: bool) -> None:
 
 def test_step_that_takes_long_for_no_reason_of_the_worker(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(settings=config(), step_ms=2)
-    run_alone(cluster, 8, max_tokens=12)
-    usual = cluster.step_time
-    pauses = iter([0.3])
-    cluster.step_time = lambda shape: next(pauses, usual(shape))
+    run_alone(cluster, 8)
+    usual, cluster.step_time = cluster.step_time, constant(0.3)
+    cluster.step()
+    cluster.step_time = usual
     cluster.settle()
     (gap,) = gaps(cluster, Role.DECODE)
     assert gap[1:4] == (pytest.approx(0.3), GapCause.UNKNOWN, pytest.approx(0.298))

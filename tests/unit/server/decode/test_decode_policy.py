@@ -86,7 +86,7 @@ def test_landed_sequences_take_the_free_slots_in_order() -> None:
     )
     assert result.admit == ("a", "b")
     assert waits(result) == [("c", WaitReason.SLOTS, 1, ("r-x",))]
-    assert (result.waits[0].free, result.waits[0].limit, result.waits[0].position) == (0, 3, 2)
+    assert (result.waits[0].free, result.waits[0].limit, result.waits[0].position) == (0, 3, 0)
 
 
 def test_sequence_that_commits_holds_a_slot() -> None:

@@ -68,7 +68,7 @@ def test_budget_is_shared_in_order_and_the_last_gets_what_is_left() -> None:
     assert chunks(result) == [("a", 3), ("b", 4), ("c", 1)]
     assert result.start == ("b", "c")
     assert waits(result) == [("d", WaitReason.TOKEN_BUDGET, 1, ("r-b", "r-a", "r-c"))]
-    assert (result.waits[0].free, result.waits[0].limit, result.waits[0].position) == (0, 8, 2)
+    assert (result.waits[0].free, result.waits[0].limit, result.waits[0].position) == (0, 8, 0)
 
 
 def test_running_prompt_goes_before_queued_ones() -> None:
