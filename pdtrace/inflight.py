@@ -22,8 +22,11 @@ class ProcessState(StrEnum):
     LOST = "lost"  # it was killed, or ended without a word
 
 
-class WaitNow(msgspec.Struct, frozen=True, kw_only=True):
-    """The latest reason why a request waits. Units of the numbers: `pdtrace.stages.WaitReason`."""
+class WaitNow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The latest reason why a request waits. Units of the numbers: `pdtrace.stages.WaitReason`.
+
+    age_s  how long it has waited for this reason; the numbers may be newer
+    """
 
     reason: str
     needed: int | None = None
@@ -34,7 +37,7 @@ class WaitNow(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float = 0.0
 
 
-class InFlight(msgspec.Struct, frozen=True, kw_only=True):
+class InFlight(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request that has not finished.
 
     stage         chain stage it is in; None when no mark says so

@@ -25,7 +25,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-import msgspec
+from msgspec.structs import force_setattr
 
 from pdtrace.collected import CollectedRequest, Process, Stuck
 from pdtrace.inflight import InFlight
@@ -117,7 +117,7 @@ class _SharedValues:
         values = record.values
         known = self._known.get(values)
         if known is not None:
-            msgspec.structs.force_setattr(record, "values", known)
+            force_setattr(record, "values", known)
         else:
             if len(self._known) >= MAX_SHARED_VALUES:
                 self._known.clear()
@@ -385,6 +385,7 @@ class RequestTracker:
             return
         if mark in _RECURRING_MARKS:
             self._shared.share(record)
+        force_setattr(record, "key", leg.key)  # one number object for all its marks
         request.num_marks += 1
         leg.marks.append(record)
 
