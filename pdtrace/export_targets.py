@@ -178,7 +178,7 @@ def otlp_http_target(endpoint: str, limits: SpanLimits | None = None) -> Target:
     exporter = OTLPSpanExporter(endpoint=endpoint)
     name = f"OTLP over HTTP to {endpoint}"
     client = getattr(exporter, "_client", None)
-    if all(hasattr(client, part) for part in ("_submit", "_compress", "_timeout")):
+    if _has(client, "_submit", "_compress", "_timeout"):
         return _HttpTarget(name, exporter, _encoder(limits))
     return _SdkTarget("otlp", name, exporter, limits)
 
@@ -191,7 +191,7 @@ def otlp_grpc_target(endpoint: str, limits: SpanLimits | None = None) -> Target:
 
     exporter = OTLPSpanExporter(endpoint=endpoint, channel_options=GRPC_CHANNEL_OPTIONS)  # pyright: ignore[reportArgumentType] it takes any number of options of any type
     name = f"OTLP over gRPC to {endpoint}"
-    if all(hasattr(exporter, part) for part in ("_channel", "_headers", "_timeout")):
+    if _has(exporter, "_channel", "_headers", "_timeout"):
         return _GrpcTarget(name, exporter, _encoder(limits))
     return _SdkTarget("otlp", name, exporter, limits)
 
@@ -206,6 +206,10 @@ def console_target(limits: SpanLimits | None = None) -> Target:
 def sdk_target(name: str, exporter: Any, limits: SpanLimits | None = None) -> Target:
     """Any `opentelemetry.sdk.trace.export.SpanExporter`, on the compatible path."""
     return _SdkTarget(name, name, exporter, limits)
+
+
+def _has(thing: object, *parts: str) -> bool:
+    return all(hasattr(thing, part) for part in parts)
 
 
 # -- what an answer means --------------------------------------------------------------------
