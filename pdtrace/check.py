@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pdtrace import semconv as a
 from pdtrace.attributes import text
+from pdtrace.host_clocks import HostSummary, clock_breach, summarize_clocks
 from pdtrace.placement import is_attempt, is_root, split_requests, stage_of
 from pdtrace.sources import Recording
 from pdtrace.spans import Trace
@@ -58,6 +59,7 @@ class CheckReport:
     unexplained_ns, total_ns   over all requests
     outcomes                   requests by outcome; `unknown` where it was not recorded
     orphans                    spans without a parent, or whose ancestors miss the request
+    clocks                     those of hosts other than the gateway's
     notes                      what the reader could not use
     """
 
@@ -70,6 +72,7 @@ class CheckReport:
     outcomes: Mapping[str, int]
     orphans: int
     rules: tuple[Rule, ...]
+    clocks: tuple[HostSummary, ...]
     notes: tuple[str, ...]
 
     @property
@@ -91,12 +94,13 @@ class CheckReport:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """Sentences on size, outcomes and unexplained time."""
+        """Sentences on size, outcomes, unexplained time and clocks."""
         outcomes = ", ".join(f"{count} {name}" for name, count in self.outcomes.items())
         return (
             f"{_many(self.requests, 'request')} in {_many(self.traces, 'trace')}, "
             f"{_many(self.spans, 'span')}: {outcomes}.",
             f"Unexplained: {self.unexplained_share:.4%} of the requests' time.",
+            *(clock.sentence for clock in self.clocks),
         )
 
     def document(self) -> dict[str, Any]:
@@ -123,6 +127,7 @@ class CheckReport:
                 }
                 for rule in self.rules
             ],
+            "clocks": [{**asdict(clock), "basis": clock.basis.value} for clock in self.clocks],
             "notes": list(self.notes),
         }
 
@@ -152,6 +157,12 @@ def check_recording(recording: Recording) -> CheckReport:
         _partition(timelines),
         _unexplained(timelines),
         *(_by_kind(name, title, kinds, timelines) for name, title, kinds in _RULES),
+        _each(
+            "clocks",
+            "hosts' clocks contradict the order of stages by no more than their error",
+            timelines,
+            clock_breach,
+        ),
         _ids_present(requests, timelines),
         _one_trace_per_request(requests, timelines),
         _roles(timelines),
@@ -169,6 +180,7 @@ def check_recording(recording: Recording) -> CheckReport:
         outcomes=dict(sorted(outcomes.items())),
         orphans=sum(v.kind in parentless for t in timelines for v in t.violations),
         rules=tuple(rules),
+        clocks=summarize_clocks(timelines),
         notes=tuple(problems.sentences()),
     )
 

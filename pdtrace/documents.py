@@ -112,6 +112,8 @@ def _request(timeline: Timeline, verdict: Verdict) -> dict[str, Any]:
             {"kind": v.kind.value, "stage": v.stage, "span_id": v.span_id, "message": v.message}
             for v in timeline.violations
         ],
+        "clocks": [{**asdict(clock), "basis": clock.basis.value} for clock in timeline.clocks],
+        "explained": list(timeline.explained),
         "exact": timeline.exact,
         "unknowns": list(timeline.unknowns),
     }

@@ -11,17 +11,31 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pdtrace import semconv as a
-from pdtrace.attributes import integer, role_of, text
+from pdtrace.attributes import host_id, integer, role_of, text
+from pdtrace.skew import (
+    MAX_SKEW_NS,
+    OWN_CLOCK,
+    ClockBasis,
+    HostClock,
+    Skew,
+    Step,
+    estimate_skews,
+    read_on,
+)
 from pdtrace.spans import Span, Trace
 from pdtrace.stages import (
     ATTEMPT_SPAN,
     CHAINS,
+    MARKS,
     ROOT_SPAN,
     STAGE_BY_NAME,
+    STAGES,
     Mode,
+    Outcome,
     Role,
     Stage,
 )
+from pdtrace.steps import is_step
 
 CLOSABLE_GAP_NS = 2_000
 """Exported times leave gaps of up to 2 µs between neighbours (ADR 001). They are closed, and no
@@ -34,6 +48,14 @@ read on another clock than the root's."""
 EARLIEST_WALL_NS = 946_684_800 * 10**9  # 2000-01-01
 LATEST_WALL_NS = 7_258_118_400 * 10**9  # 2200-01-01
 """Times outside were not read on a wall clock: 1970 plus an uptime, or milliseconds."""
+
+_BEGUN_ELSEWHERE = frozenset(
+    stage.name
+    for stage in STAGES
+    if stage.begin
+    and not any((MARKS[mark].roles & stage.roles) - {Role.WORKER} for mark in stage.begin)
+)
+"""Stages whose begin another process recorded, perhaps on another host."""
 
 FIRST_TOKEN_HOP = "hop.token"  # noqa: S105 - a stage
 """It runs beside its neighbours: the first token travels while the chain goes on."""
@@ -68,6 +90,9 @@ class Placed:
 
     limit   the partition gives this span nothing from here on
     exact   whether the offsets are exact (otherwise they are wall times, whole microseconds)
+    clock   on which the span was read, as `pdtrace.skew` names it
+    error   bound on the error of both times against the request's clock; None if it is not known
+    moved   what was added to both times because its clock contradicted the order of stages
     owned   nanoseconds of the partition that this span owns; set by the partition
     """
 
@@ -78,6 +103,9 @@ class Placed:
     end: int
     limit: int
     exact: bool
+    clock: str = OWN_CLOCK
+    error: int | None = 0
+    moved: int = 0
     owned: int = 0
 
 
@@ -95,6 +123,7 @@ class Placement:
     chain        those of the mode's chain, in causal order: what must precede comes first
     exact        whether root and chain stand on exact times
     clock        what the offsets count from
+    clocks       other clocks that stages were read on, by the name that `Placed.clock` has
     """
 
     root: Span | None
@@ -108,6 +137,7 @@ class Placement:
     chain: tuple[Placed, ...]
     exact: bool
     clock: _Clock
+    clocks: Mapping[str, HostClock]
 
     def offsets(self, span: Span) -> tuple[int, int]:
         """Begin and end of any span of the trace, nanoseconds from the request's begin."""
@@ -115,8 +145,11 @@ class Placement:
         return begin, end
 
 
-def place(trace: Trace) -> Placement:
-    """Place a trace's stage spans. Takes any spans; a trace without any has length 0."""
+def place(trace: Trace, *, max_skew_ns: int = MAX_SKEW_NS) -> Placement:
+    """Place a trace's stage spans. Takes any spans; a trace without any has length 0.
+
+    max_skew_ns  how far spans may be moved whose clock contradicts the order of stages; 0: not
+    """
     root, rivals = _pick_root(trace)
     astray = tuple(span for span in trace.spans if not on_wall_time(span))
     sound: Sequence[Span] = trace.spans
@@ -132,6 +165,7 @@ def place(trace: Trace) -> Placement:
         if number is None:
             number = numbers.get(span.parent_id or "", 1)
         begin, end, exact = clock.offsets(span)
+        read = read_on(span, root, exact=exact)
         placed.append(
             Placed(
                 span=span,
@@ -141,12 +175,27 @@ def place(trace: Trace) -> Placement:
                 end=end,
                 limit=max(0, clock.length),
                 exact=exact,
+                clock=read.clock,
+                error=read.error_ns,
             )
         )
-    placed.sort(key=lambda item: (item.begin, item.end, item.span.span_id))
+    placed.sort(key=_by_time)
     mode = _mode(root, placed)
     streamed = root is None or root.attributes.get(a.STREAM.key) is not False
     chain = _in_causal_order(placed, mode, streamed=streamed)
+    clocks: Mapping[str, HostClock] = {}
+    if any(item.clock != OWN_CLOCK for item in placed):
+        skews = _skews(chain, root, clock.length)
+        clocks = _host_clocks(placed, root, skews, max_skew_ns)
+        if any(found.moved_ns for found in clocks.values()):
+            for item in placed:
+                item.moved = clocks[item.clock].moved_ns if item.clock in clocks else 0
+                item.begin += item.moved
+                item.end += item.moved
+                item.limit = max(0, clock.length)
+            placed.sort(key=_by_time)
+            chain = _in_causal_order(placed, mode, streamed=streamed)
+        _spread_doubt(chain)
     return Placement(
         root=root,
         rivals=rivals,
@@ -159,7 +208,90 @@ def place(trace: Trace) -> Placement:
         chain=tuple(chain),
         exact=clock.exact is not None and all(item.exact for item in chain),
         clock=clock,
+        clocks=clocks,
     )
+
+
+def _by_time(item: Placed) -> tuple[int, int, str]:
+    return (item.begin, item.end, item.span.span_id)
+
+
+def _skews(chain: Sequence[Placed], root: Span | None, length: int) -> Mapping[str, Skew]:
+    """What causality says of the clocks whose error is not known."""
+    unknown = {item.clock for item in chain if item.error is None}
+    if root is None or not unknown:
+        return {}
+    steps = [
+        Step(
+            item.clock,
+            item.attempt if item.stage.parent == ATTEMPT_SPAN else None,
+            item.begin,
+            item.end,
+        )
+        for item in chain
+        if item.stage.name != FIRST_TOKEN_HOP
+    ]
+    completed = text(root.attributes, a.OUTCOME) in {Outcome.COMPLETED.value, None}
+    return estimate_skews(steps, unknown, length=length, completed=completed)
+
+
+def _host_clocks(
+    placed: Sequence[Placed], root: Span | None, skews: Mapping[str, Skew], max_skew_ns: int
+) -> Mapping[str, HostClock]:
+    """All clocks but the request's own. One without a name is told only if it is off."""
+    by_clock: dict[str, list[Placed]] = {}
+    for item in placed:
+        if item.clock != OWN_CLOCK:
+            by_clock.setdefault(item.clock, []).append(item)
+    clocks: dict[str, HostClock] = {}
+    for clock, items in sorted(by_clock.items()):
+        skew = skews.get(clock)
+        host = host_id(items[0].span)
+        if skew is None and (host is None or root is None):
+            continue
+        errors = [item.error for item in items if item.error is not None]
+        measured = len(errors) == len(items)
+        who = {s.instance_id or s.service_name for s in (item.span.resource for item in items)}
+        refused = _refusal(skew, max_skew_ns) if skew else None
+        clocks[clock] = HostClock(
+            host=host,
+            instances=tuple(sorted(who)),
+            basis=ClockBasis.MEASURED
+            if measured
+            else ClockBasis.CAUSALITY
+            if skew
+            else ClockBasis.WALL,
+            offset_ns=integer(items[-1].span.attributes, a.CLOCK_OFFSET_NS),
+            error_ns=max(errors) if measured else None,
+            skew_ns=skew.amount if skew else None,
+            skew_most_ns=_other_limit(skew) if skew else None,
+            moved_ns=skew.amount if skew and not refused else 0,
+            refused=refused,
+        )
+    return clocks
+
+
+def _refusal(skew: Skew, max_skew_ns: int) -> str | None:
+    if skew.is_contradictory:
+        return "no single amount restores the order"
+    if abs(skew.amount) > max_skew_ns:
+        return f"the limit is {max_skew_ns / 1e9:g} s" if max_skew_ns else "moving is switched off"
+    return None
+
+
+def _other_limit(skew: Skew) -> int | None:
+    return skew.most if skew.amount == skew.least else skew.least
+
+
+def _spread_doubt(chain: Sequence[Placed]) -> None:
+    """A stage that another process began is as uncertain as the end of the one before it."""
+    before: Placed | None = None
+    for item in chain:
+        if before is not None and item.stage.name in _BEGUN_ELSEWHERE:
+            known = item.error is not None and before.error is not None
+            item.error = max(item.error or 0, before.error or 0) if known else None
+        if item.stage.name != FIRST_TOKEN_HOP:
+            before = item
 
 
 def split_requests(trace: Trace) -> tuple[Trace, ...]:
@@ -168,9 +300,11 @@ def split_requests(trace: Trace) -> tuple[Trace, ...]:
 
     Spans follow their root, those without one follow their request id. Roots of one request id stay
     together where one hangs below the other or has nothing below it: that is a violation, not two
-    requests. A trace without a root stays whole.
+    requests. A trace without a root stays whole; one of forward passes alone holds no request.
     """
     roots = [span for span in trace.spans if is_root(span)]
+    if not roots and all(is_step(span) for span in trace.spans):
+        return ()
     if len(roots) < 2:
         return (trace,)
     by_id = {span.span_id: span for span in trace.spans}
@@ -273,7 +407,9 @@ class _Clock:
         if exact is None or self.exact is None:
             return begin, end, False
         precise = exact[0] - self.exact
-        if abs(precise - begin) > CLOCK_AGREEMENT_NS:
+        # Another host's wall clock may say anything: its exact times were brought to this clock.
+        brought = a.CLOCK_OFFSET_NS.key in span.attributes
+        if not brought and abs(precise - begin) > CLOCK_AGREEMENT_NS:
             return begin, end, False
         return precise, exact[1] - self.exact, True
 

@@ -30,6 +30,7 @@ from pdtrace.placement import (
     place,
     split_requests,
 )
+from pdtrace.skew import MAX_SKEW_NS, ClockBasis, HostClock
 from pdtrace.spans import AttrValue, Span, StatusCode, Trace
 from pdtrace.stages import (
     CHAINS,
@@ -43,6 +44,7 @@ from pdtrace.violations import (
     Overlap,
     Violation,
     ViolationKind,
+    find_explained,
     find_overlaps,
     find_violations,
     request_id_of,
@@ -66,6 +68,9 @@ __all__ = [
 ]
 
 UNEXPLAINED = "unexplained"
+
+MAX_EXPLAINED = 3
+"""Sentences on what clocks explain, among the unknowns; all of them are in `explained`."""
 
 BLOCKER_SEPARATOR = "\x1f"
 """Stands between request ids where a list had to be written as one text."""
@@ -156,9 +161,11 @@ class Try:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageVisit:
-    """One span of a stage. Times are nanoseconds from the request's begin, as recorded.
+    """One span of a stage. Times are nanoseconds from the request's begin.
 
     owned_ns   time of the partition that this span owns; 0 for stages beside the chain
+    error_ns   bound on the error of both times, by clocks of other hosts; None if it is not known
+    moved_ns   what was added to both recorded times, see `Timeline.clocks`
     outcome    how the request or the attempt ended, where it ended in this stage
     open       whether it had not ended when it was looked at
     waits      every wait recorded here, in order
@@ -178,6 +185,8 @@ class StageVisit:
     attributes: Mapping[str, AttrValue]
     waits: tuple[Wait, ...]
     cause: Wait | None
+    error_ns: int | None = 0
+    moved_ns: int = 0
 
     @property
     def duration_ns(self) -> int:
@@ -222,6 +231,8 @@ class Timeline:
     stuck        reports of stages that took too long, made while they did
     ttft_ns      first request byte to first content byte written
     tpot_ns      generation time per token after the first, as the decode worker saw it
+    clocks       clocks of other hosts that stages were read on
+    explained    what only seems impossible, as it lies within the error of those; clauses
     unknowns     sentences on what this timeline cannot know
     attributes   those of the root span
     """
@@ -244,6 +255,8 @@ class Timeline:
     visits: tuple[StageVisit, ...]
     overlaps: tuple[Overlap, ...]
     violations: tuple[Violation, ...]
+    clocks: tuple[HostClock, ...]
+    explained: tuple[str, ...]
     unknowns: tuple[str, ...]
     attempts: int
     tries: tuple[Try, ...]
@@ -299,20 +312,31 @@ class Timeline:
         return tuple(w for visit in self.visits for w in visit.waits if w.stage == stage)
 
 
-def build_timelines(traces: Iterable[Trace]) -> list[Timeline]:
-    """One timeline per request: a trace that several requests share is split by its roots."""
-    return [build_timeline(part) for trace in traces for part in split_requests(trace)]
+def build_timelines(traces: Iterable[Trace], *, max_skew_ns: int = MAX_SKEW_NS) -> list[Timeline]:
+    """One timeline per request: a trace that several requests share is split by its roots.
+
+    max_skew_ns  as for `build_timeline`
+    """
+    return [
+        build_timeline(part, max_skew_ns=max_skew_ns)
+        for trace in traces
+        for part in split_requests(trace)
+    ]
 
 
-def build_timeline(trace: Trace) -> Timeline:
-    """Partition one request's trace. Takes any spans: what is wrong is listed in `violations`."""
-    placement = place(trace)
+def build_timeline(trace: Trace, *, max_skew_ns: int = MAX_SKEW_NS) -> Timeline:
+    """Partition one request's trace. Takes any spans: what is wrong is listed in `violations`.
+
+    max_skew_ns  how far spans may be moved whose clock contradicts the order of stages; 0: not
+    """
+    placement = place(trace, max_skew_ns=max_skew_ns)
     total = max(0, placement.length)
     segments = _partition(placement, total)
     root = placement.root
     attributes: Mapping[str, AttrValue] = root.attributes if root else {}
     outcome = _outcome(attributes)
     overlaps = find_overlaps(placement)
+    explained = find_explained(placement, overlaps, outcome) if placement.clocks else ()
     recorders = _recorders(trace)
     visits = tuple(_visit(item) for item in sorted(placement.placed, key=_by_begin))
     output_tokens = integer(attributes, a.OUTPUT_TOKENS)
@@ -335,7 +359,12 @@ def build_timeline(trace: Trace) -> Timeline:
         visits=visits,
         overlaps=overlaps,
         violations=find_violations(trace, placement, overlaps, outcome),
-        unknowns=tuple(_unknowns(trace, placement, outcome)),
+        clocks=tuple(placement.clocks.values()),
+        explained=explained,
+        unknowns=(
+            *_unknowns(trace, placement, outcome),
+            *(f"It only looks impossible: {clause}." for clause in explained[:MAX_EXPLAINED]),
+        ),
         attempts=max((item.attempt for item in placement.placed), default=1),
         tries=_tries(placement),
         steps=tuple(_steps(visits)),
@@ -434,6 +463,8 @@ def _visit(item: Placed) -> StageVisit:
         attributes=span.attributes,
         waits=waits,
         cause=_cause(waits, text(span.attributes, a.WAIT_REASON)),
+        error_ns=item.error,
+        moved_ns=item.moved,
     )
 
 
@@ -658,8 +689,12 @@ def _unknowns(trace: Trace, placement: Placement, outcome: Outcome | None) -> It
     elif not placement.exact:
         yield "Exact times are missing: stage boundaries are good to about 2 µs."
     hosts = {host for span in _recorders(trace) if (host := host_id(span))}
-    if len(hosts) > 1:
+    told = {clock.host for clock in placement.clocks.values() if clock.basis is not ClockBasis.WALL}
+    if len(hosts - told) > 1:
         yield f"Spans come from {len(hosts)} hosts; the error between their clocks is not known."
+    for clock in placement.clocks.values():
+        if clock.basis is not ClockBasis.WALL:
+            yield clock.sentence
     known = {item.span.span_id for item in placement.placed}
     known.update(span.span_id for span in (*placement.attempts, *placement.rivals))
     if astray := len([span for span in placement.astray if span.span_id not in known]):

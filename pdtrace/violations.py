@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from pdtrace import semconv as a
 from pdtrace.attributes import integer, text
+from pdtrace.duration import seconds_text
 from pdtrace.placement import (
     CLOSABLE_GAP_NS,
     FIRST_TOKEN_HOP,
@@ -56,22 +57,33 @@ class ViolationKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """One breach; `message` is a clause for people, without a full stop."""
+    """One breach; `message` is a clause for people, without a full stop.
+
+    between_clocks  it compares times of two hosts, by more than the error of their clocks explains
+    """
 
     kind: ViolationKind
     message: str
     stage: str | None = None
     span_id: str | None = None
+    between_clocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Two chain stages ran at the same time; the shared `ns` count for `first`."""
+    """Two chain stages ran at the same time; the shared `ns` count for `first`.
+
+    expected  it is so by design
+    error_ns  by how much the clocks of both may be wrong
+    bounds    the other hosts' clocks that were read, and how well each is known
+    """
 
     first: str
     second: str
     ns: int
     expected: bool
+    error_ns: int = 0
+    bounds: tuple[str, ...] = ()
 
 
 def find_violations(
@@ -81,16 +93,57 @@ def find_violations(
     return (
         *_roots(placement),
         *_astray(placement),
-        *_lengths(placement),
-        *_overlapping(overlaps),
-        *_disordered(placement),
+        *_beyond(_lengths(placement)),
+        *_beyond(_overlapping(placement, overlaps)),
+        *_beyond(_disordered(placement)),
         *_repeated(placement),
         *_missing(placement, outcome),
         *_parentless(trace, placement),
-        *_outside(placement, outcome),
+        *_beyond(_outside(placement, outcome)),
         *_other_request_ids(trace, placement),
         *_impossible_marks(trace),
     )
+
+
+def find_explained(
+    placement: Placement, overlaps: tuple[Overlap, ...], outcome: Outcome | None
+) -> tuple[str, ...]:
+    """What would break a rule if clocks of different hosts were exact, but lies within their error;
+    clauses without a full stop."""
+    return tuple(
+        f"{breach.violation.message}, within the clocks' error of {seconds_text(breach.error_ns)}"
+        for breach in (
+            *_lengths(placement),
+            *_overlapping(placement, overlaps),
+            *_disordered(placement),
+            *_outside(placement, outcome),
+        )
+        if breach.ns <= breach.error_ns
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Breach:
+    """A rule broken by `ns`, where clocks may be wrong by `error_ns`."""
+
+    violation: Violation
+    ns: int
+    error_ns: int
+
+
+def _beyond(breaches: Iterator[_Breach]) -> Iterator[Violation]:
+    """Those that no error of clocks explains."""
+    return (breach.violation for breach in breaches if breach.ns > breach.error_ns)
+
+
+def _error(*items: Placed) -> int:
+    return sum(item.error or 0 for item in items)
+
+
+def _bounds(placement: Placement, *items: Placed) -> tuple[str, ...]:
+    """The other hosts' clocks that `items` were read on, and how well each is known."""
+    names = dict.fromkeys(item.clock for item in items)
+    return tuple(placement.clocks[name].bound for name in names if name in placement.clocks)
 
 
 def find_overlaps(placement: Placement) -> tuple[Overlap, ...]:
@@ -104,7 +157,16 @@ def find_overlaps(placement: Placement) -> tuple[Overlap, ...]:
             shared = until - max(item.begin, furthest.begin)
             if shared > slack:
                 expected = FIRST_TOKEN_HOP in {furthest.stage.name, item.stage.name}
-                overlaps.append(Overlap(furthest.stage.name, item.stage.name, shared, expected))
+                overlaps.append(
+                    Overlap(
+                        furthest.stage.name,
+                        item.stage.name,
+                        shared,
+                        expected,
+                        _error(furthest, item),
+                        _bounds(placement, furthest, item),
+                    )
+                )
         if furthest is None or item.end > furthest.end:
             furthest = item
     return tuple(overlaps)
@@ -126,10 +188,16 @@ def _slack(placement: Placement) -> int:
     return 0 if placement.exact else CLOSABLE_GAP_NS
 
 
-def _breach(kind: ViolationKind, message: str, span: Span) -> Violation:
+def _breach(
+    kind: ViolationKind, message: str, span: Span, bounds: tuple[str, ...] = ()
+) -> Violation:
     stage = stage_of(span)
     return Violation(
-        kind=kind, message=message, stage=stage.name if stage else None, span_id=span.span_id
+        kind=kind,
+        message=f"{message} ({'; '.join(bounds)})" if bounds else message,
+        stage=stage.name if stage else None,
+        span_id=span.span_id,
+        between_clocks=bool(bounds),
     )
 
 
@@ -149,35 +217,42 @@ def _astray(placement: Placement) -> Iterator[Violation]:
         )
 
 
-def _lengths(placement: Placement) -> Iterator[Violation]:
+def _lengths(placement: Placement) -> Iterator[_Breach]:
     if placement.root is not None and placement.length < 0:
-        yield _breach(
+        violation = _breach(
             ViolationKind.NEGATIVE,
             f"the request ends {-placement.length} ns before it begins",
             placement.root,
         )
+        yield _Breach(violation, -placement.length, 0)
     for item in placement.placed:
         short = min(item.end - item.begin, item.span.end_ns - item.span.start_ns)
         if short < 0:
-            yield _breach(
+            violation = _breach(
                 ViolationKind.NEGATIVE,
                 f"{item.stage.name} ends {-short} ns before it begins",
                 item.span,
+                _bounds(placement, item),
             )
+            yield _Breach(violation, -short, _error(item, item))
 
 
-def _overlapping(overlaps: tuple[Overlap, ...]) -> Iterator[Violation]:
+def _overlapping(placement: Placement, overlaps: tuple[Overlap, ...]) -> Iterator[_Breach]:
+    slack = _slack(placement)
     for overlap in overlaps:
         # A stage that occurs twice is told by its own rule.
         if not overlap.expected and overlap.first != overlap.second:
-            yield Violation(
+            bounds = f" ({'; '.join(overlap.bounds)})" if overlap.bounds else ""
+            violation = Violation(
                 kind=ViolationKind.OVERLAP,
-                message=f"{overlap.first} and {overlap.second} share {overlap.ns} ns",
+                message=f"{overlap.first} and {overlap.second} share {overlap.ns} ns{bounds}",
                 stage=overlap.second,
+                between_clocks=bool(bounds),
             )
+            yield _Breach(violation, overlap.ns - slack, overlap.error_ns)
 
 
-def _disordered(placement: Placement) -> Iterator[Violation]:
+def _disordered(placement: Placement) -> Iterator[_Breach]:
     slack = _slack(placement)
     latest: Placed | None = None
     for item in placement.chain:
@@ -186,12 +261,14 @@ def _disordered(placement: Placement) -> Iterator[Violation]:
         if latest is not None and item.attempt == latest.attempt:
             early = latest.begin - item.begin
             if early > slack:
-                yield _breach(
+                violation = _breach(
                     ViolationKind.OUT_OF_ORDER,
                     f"{item.stage.name} begins {early} ns before {latest.stage.name}, "
                     "which precedes it",
                     item.span,
+                    _bounds(placement, latest, item),
                 )
+                yield _Breach(violation, early - slack, _error(latest, item))
                 continue
         latest = item
 
@@ -278,7 +355,7 @@ def _hangs_below_root(span: Span, by_id: Mapping[str, Span], attached: dict[str,
     return answer
 
 
-def _outside(placement: Placement, outcome: Outcome | None) -> Iterator[Violation]:
+def _outside(placement: Placement, outcome: Outcome | None) -> Iterator[_Breach]:
     if placement.root is None:
         return
     slack = _slack(placement)
@@ -287,12 +364,17 @@ def _outside(placement: Placement, outcome: Outcome | None) -> Iterator[Violatio
         may_outlive = item.stage.name not in _CHAIN_NAMES or outcome is not Outcome.COMPLETED
         late = item.end - placement.length
         if item.begin < -slack:
-            message = f"{item.stage.name} begins {-item.begin} ns before the request"
+            by, message = (
+                -item.begin,
+                f"{item.stage.name} begins {-item.begin} ns before the request",
+            )
         elif late > slack and not may_outlive:
-            message = f"{item.stage.name} ends {late} ns after the request"
+            by, message = late, f"{item.stage.name} ends {late} ns after the request"
         else:
             continue
-        yield _breach(ViolationKind.OUTSIDE_ROOT, message, item.span)
+        bounds = _bounds(placement, item)
+        violation = _breach(ViolationKind.OUTSIDE_ROOT, message, item.span, bounds)
+        yield _Breach(violation, by - slack, _error(item))
 
 
 def _other_request_ids(trace: Trace, placement: Placement) -> Iterator[Violation]:
