@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf import json_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from pdtrace.assembly import assemble
 from pdtrace.otlp import decode_line, encode_line
@@ -35,6 +32,7 @@ from tests.support.marked_requests import (
     request_of,
     until,
 )
+from tests.support.official_otlp import official
 
 RESOURCE = Resource(attributes={"service.name": "pd-decode", "process.pid": 7})
 
@@ -52,24 +50,6 @@ def span_of(attributes: dict[str, Any] | None = None, **changes: Any) -> Span:
         "attributes": attributes or {},
     }
     return Span(**(fields | changes))
-
-
-def official(line: bytes) -> TracesData:
-    """Parsed with the generated classes: OTLP/JSON has ids in hex, protobuf's JSON in base64."""
-
-    def in_base64(node: Any) -> Any:
-        if isinstance(node, list):
-            return [in_base64(item) for item in node]
-        if not isinstance(node, dict):
-            return node
-        return {
-            key: base64.b64encode(bytes.fromhex(value)).decode()
-            if key in ("traceId", "spanId", "parentSpanId")
-            else in_base64(value)
-            for key, value in node.items()
-        }
-
-    return json_format.ParseDict(in_base64(json.loads(line)), TracesData())
 
 
 def samples() -> list[Span]:
