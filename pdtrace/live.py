@@ -26,6 +26,7 @@ from pdtrace.collected import CollectedRequest
 from pdtrace.errors import LiveError, RingError
 from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState
 from pdtrace.otlp import decode_line
+from pdtrace.placement import is_root
 from pdtrace.resource import process_of
 from pdtrace.ring import (
     EndRecord,
@@ -143,8 +144,9 @@ def _reason(error: object) -> str:
 class _Ring:
     """A ring that is followed. `open_keys`: attempts that its process has not let go of.
 
-    oldest_ns  when the oldest record was written that it still held at the first read; None if it
-               held everything from the begin
+    oldest_ns    when the oldest record was written that it still held at the first read; None if
+                 it held everything from the begin
+    overwritten  records that were lost between two reads here
     """
 
     identity: RingIdentity
@@ -157,6 +159,7 @@ class _Ring:
     has_been_read: bool = False
     oldest_ns: int | None = None
     missed: int = 0
+    overwritten: int = 0
     torn: int = 0
 
     @property
@@ -201,7 +204,7 @@ class RingLooks:
         """What the rings say now."""
         self._read()
         now_ns = self._now_ns()
-        requests = [self._described(request, now_ns) for request in self._tracker.in_flight(now_ns)]
+        requests = [self._described(request, now_ns) for request in self._in_flight(now_ns)]
         return Look(
             at_ns=time.time_ns(),
             requests=tuple(requests),
@@ -213,7 +216,7 @@ class RingLooks:
         """Requests by the ids of their roots, in flight or (with `keep`) finished."""
         wanted = set(root_span_ids)
         now_ns = self._now_ns()
-        names = {r.request_id for r in self._tracker.in_flight(now_ns) if r.root_span_id in wanted}
+        names = {r.request_id for r in self._in_flight(now_ns) if r.root_span_id in wanted}
         found = [request for name in names for request in self._tracker.peek(name, now_ns)]
         found += self._kept or ()
         return [request for request in found if request.root_span_id in wanted]
@@ -299,6 +302,7 @@ class RingLooks:
         ring.missed, ring.torn = ring.reader.missed, ring.reader.torn
         if ring.has_been_read:
             self._tracker.records_missed(name, missed + torn)
+            ring.overwritten += missed
         elif missed and records:
             # Overwritten before anybody looked: no loss but for what was in flight already then.
             marks = (record.t_ns for record in records if isinstance(record, MarkRecord))
@@ -338,6 +342,17 @@ class RingLooks:
                 self._times.add(spans)
 
     # -- describing --------------------------------------------------------------------------
+
+    def _in_flight(self, now_ns: int) -> list[InFlight]:
+        """Whatever somebody holds, or somebody routed to has not spoken of. What everybody let go
+        of, and whose end was overwritten, was over before this look."""
+        live = (name for name, ring in self._rings.items() if ring.reader is not None)
+        held = {request_id for name in live for request_id in self._tracker.held_in(name)}
+        return [
+            request
+            for request in self._tracker.in_flight(now_ns)
+            if request.request_id in held or request.ended is not None
+        ]
 
     def _now_ns(self) -> int:
         """This instant on the clock of the gateway's host: ages count on it."""
@@ -400,9 +415,7 @@ class RingLooks:
         torn: Tally[str] = Tally()
         for ring in self._rings.values():
             torn[ring.identity.instance] += ring.torn
-        for name, ring in self._rings.items():
-            if name not in self._unreadable and ring.reader is not None and ring.oldest_ns is None:
-                lost[ring.identity.instance] += ring.missed
+            lost[ring.identity.instance] += ring.overwritten
         problems += [
             f"{instance} wrote {count} records faster than they were read here"
             for instance, count in sorted(lost.items())
@@ -486,4 +499,4 @@ def _recent_requests(traces: Path) -> Iterable[Sequence[Span]]:
         except ValueError:
             continue
         if spans:
-            yield spans
+            yield sorted(spans, key=lambda span: not is_root(span))
