@@ -5,21 +5,34 @@ Owns the mapping from settings to the agent; what it does is `pdtrace.agent`'s.
 
 from __future__ import annotations
 
-from pdtrace.agent import run_agent
+from pdtrace.agent import AgentConfig, HttpConfig, run_agent
 from pdtrace.errors import PdtraceError
 from pdtrace.stopping import StopFlag, stop_on_signals
-from server.config import ProcessConfig
+from pdtrace.stuck import StuckPolicy
+from server.config import NO_AGENT_HTTP, ProcessConfig
 from server.errors import StartError
+from server.request import stage_deadlines
 
 
 def run(config: ProcessConfig) -> None:
-    """Write and export what this server's processes record, until SIGTERM.
+    """Write and export what this server's processes record, and tell what is in flight, until
+    SIGTERM.
 
-    Raises StartError when the OTEL_* variables ask for what cannot be done.
+    Raises StartError when the OTEL_* variables ask for what cannot be done, or the port is taken.
     """
+    settings = config.settings
+    port = settings.agent_port
     stop = StopFlag()
     try:
         with stop_on_signals(stop):
-            run_agent(config.settings.rings_path, out=config.settings.run_path, stop=stop)
+            run_agent(
+                settings.rings_path,
+                out=settings.run_path,
+                stop=stop,
+                config=AgentConfig(
+                    stuck=StuckPolicy(deadlines=stage_deadlines(settings.deadlines))
+                ),
+                http=None if port == NO_AGENT_HTTP else HttpConfig(bind=f"127.0.0.1:{port}"),
+            )
     except PdtraceError as error:
         raise StartError(str(error)) from error

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from server.clock_fault import parse_clock_faults
-from server.config import Settings
+from server.config import WITHOUT_EFFECT, Settings, flag
 from server.errors import StartError
 from server.launch import Launcher, run_server
 from server.process import EXIT_START_ERROR
@@ -69,6 +69,7 @@ class Device(StrEnum):
 
 @app.command()
 def up(
+    context: typer.Context,
     run_dir: Annotated[
         Path | None,
         typer.Option(
@@ -165,6 +166,12 @@ def up(
     record: Annotated[
         bool, typer.Option("--record/--no-record", help="Record marks and run the agent.")
     ] = DEFAULTS.record,
+    agent_port: Annotated[
+        int,
+        typer.Option(
+            help="Loopback port where the agent tells what is in flight; 0: any free one, -1: none."
+        ),
+    ] = DEFAULTS.agent_port,
     start_timeout: Annotated[
         float, typer.Option(help="Seconds to wait until a generation is possible.")
     ] = 180.0,
@@ -179,6 +186,7 @@ def up(
     """
     chosen = run_dir or timestamped(RUNS)
     try:
+        refuse_without_effect(context, mode)
         settings = Settings(
             run_dir=str(chosen),
             host=host,
@@ -209,6 +217,7 @@ def up(
             allow_faults=allow_faults,
             clock_faults=parse_clock_faults(clock_fault or []),
             record=record,
+            agent_port=agent_port,
         )
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -254,6 +263,17 @@ def demo(
     raise typer.Exit(run_demo(as_json=as_json))
 
 
+def refuse_without_effect(context: typer.Context, mode: Mode) -> None:
+    """Raises StartError for an option that was given and means nothing in `mode`."""
+    for name in WITHOUT_EFFECT[mode.value]:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise StartError(
+                f"{flag(name)} has no effect with --mode {mode.value}: leave it out, "
+                "or choose the other mode"
+            )
+
+
 def describe(launcher: Launcher, console: Console) -> None:
     """Print where the server is, who runs, and commands to try."""
     state = launcher.state(ready=True)
@@ -286,6 +306,8 @@ def describe(launcher: Launcher, console: Console) -> None:
             soft_wrap=True,
             markup=False,
         )
+    if state.agent_url is not None:
+        console.print(f"in flight: {state.agent_url}/inflight", soft_wrap=True, markup=False)
     console.print("Ctrl-C stops it.")
 
 

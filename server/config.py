@@ -6,7 +6,9 @@ the run directory, each process reads its own. Nothing else reads the environmen
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -15,6 +17,25 @@ from server.errors import StartError
 
 PD = "pd"
 COLOCATED = "colocated"
+NO_AGENT_HTTP = -1
+"""`agent_port` that keeps the agent from answering over HTTP."""
+
+WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        PD: ("workers", "chunked"),
+        COLOCATED: ("prefill", "decode", "prefill_pages", "first_token", "transfer"),
+    }
+)
+"""Settings that mean nothing in a mode: refused where somebody asks for them."""
+
+_WITHOUT_FLAG = frozenset(
+    {"max_body_bytes", "heartbeat_s", "dead_after_s", "stalled_after_s", "deadlines"}
+)
+
+
+def flag(name: str) -> str:
+    """How a setting is called on the command line; its own name where there is no flag for it."""
+    return name if name in _WITHOUT_FLAG else f"--{name.replace('_', '-')}"
 
 
 def is_utf8(text: str) -> bool:
@@ -77,6 +98,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     allow_faults: bool = False
     clock_faults: dict[str, ClockFault] = {}  # by instance
     record: bool = True
+    agent_port: int = 0  # where the recording's agent answers; 0: any free one, -1: nowhere
     api_key: str | None = None
     deadlines: Deadlines = Deadlines()
 
@@ -97,11 +119,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ):
             value = getattr(self, name)
             if value < low:
-                raise StartError(f"{name} is {value}, expected at least {low}")
+                raise StartError(f"{flag(name)} is {value}, expected at least {low}")
         for name in ("heartbeat_s", "dead_after_s", "stalled_after_s", "gap_threshold_s"):
             value = getattr(self, name)
             if not value > 0:
-                raise StartError(f"{name} is {value}, expected more than 0")
+                raise StartError(f"{flag(name)} is {value}, expected more than 0")
         for name, choices in (
             ("mode", (PD, COLOCATED)),
             ("policy", ("round_robin", "least_loaded", "prefix_aware")),
@@ -112,10 +134,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ):
             value = getattr(self, name)
             if value not in choices:
-                raise StartError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+                raise StartError(f"{flag(name)} is {value!r}, expected one of {', '.join(choices)}")
         for name in ("run_dir", "host", "model", "served_name", "api_key"):
             if not is_utf8(getattr(self, name) or ""):  # processes are told their settings in JSON
-                raise StartError(f"{name} is not valid UTF-8")
+                raise StartError(f"{flag(name)} is not valid UTF-8")
         if self.clock_faults and not self.allow_faults:
             raise StartError("a clock fault needs --allow-faults")
         if unknown := set(self.clock_faults) - self._may_have_clock_faults():
@@ -124,7 +146,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 f"{', '.join(sorted(self._may_have_clock_faults()))}"
             )
         if not 0 <= self.port <= 65535:
-            raise StartError(f"port is {self.port}, expected 0 to 65535")
+            raise StartError(f"--port is {self.port}, expected 0 to 65535")
+        if not NO_AGENT_HTTP <= self.agent_port <= 65535:
+            raise StartError(
+                f"--agent-port is {self.agent_port}, expected 0 to 65535, or -1 for none"
+            )
 
     def _may_have_clock_faults(self) -> set[str]:
         """All workers; the gateway's clock is the one that they are compared with."""

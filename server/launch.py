@@ -27,7 +27,7 @@ import msgspec
 
 from server import children
 from server.children import Child
-from server.config import COLOCATED, PD, ProcessConfig, Settings
+from server.config import COLOCATED, NO_AGENT_HTTP, PD, ProcessConfig, Settings
 from server.disk_cache import DiskCache
 from server.engine.config import load_config
 from server.engine.fake import FakeModel
@@ -59,6 +59,7 @@ class ServerState:
     """What a running server tells others: printed by `up --json`, written to `server.json`."""
 
     url: str
+    agent_url: str | None
     model: str
     mode: str
     pid: int
@@ -166,8 +167,8 @@ def pool_bytes(settings: Settings) -> int:
     return pages * layout.page_bytes
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """The public socket, listening. Raises StartError when the port is taken or not allowed."""
+def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
+    """A socket that listens. Raises StartError, naming `option`, when it cannot."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -182,7 +183,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise StartError(
-            f"port {port} on {host} cannot be used ({error.strerror}): choose another with --port"
+            f"port {port} on {host} cannot be used ({error.strerror}): choose another with {option}"
         ) from error
     return listener
 
@@ -191,6 +192,17 @@ def free_loopback_port() -> int:
     """A TCP port nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def choose_agent_port(settings: Settings) -> int:
+    """Where the agent is to answer, so that a restarted one answers there too; -1 for nowhere.
+
+    Raises StartError when the port that was asked for is taken.
+    """
+    if not settings.record or settings.agent_port == NO_AGENT_HTTP:
+        return NO_AGENT_HTTP
+    with listen("127.0.0.1", settings.agent_port, option="--agent-port") as probe:
         return int(probe.getsockname()[1])
 
 
@@ -252,6 +264,7 @@ class Launcher:
             run_dir=str(run_dir.path),
             model=model if model is None or is_fake(model) else str(Path(model).absolute()),
             served_name=settings.served_name or info.name,
+            agent_port=choose_agent_port(settings),
         )
         return cls(settings, run_dir, listener, settings.served_name or info.name)
 
@@ -259,6 +272,12 @@ class Launcher:
     def url(self) -> str:
         host = reachable_host(self.settings.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.settings.port}"
+
+    @property
+    def agent_url(self) -> str | None:
+        """Where the agent answers; None where it does not."""
+        port = self.settings.agent_port
+        return None if port == NO_AGENT_HTTP else f"http://127.0.0.1:{port}"
 
     @property
     def stop_requested(self) -> bool:
@@ -364,6 +383,7 @@ class Launcher:
         settings["api_key"] = None if self.settings.api_key is None else "(set)"
         return ServerState(
             url=self.url,
+            agent_url=self.agent_url,
             model=self.model_name,
             mode=self.settings.mode,
             pid=os.getpid(),

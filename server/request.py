@@ -163,6 +163,21 @@ COLOCATED_INFO: Mapping[ColocatedState, StateInfo] = MappingProxyType(
 )
 
 
+def stage_deadlines(deadlines: Deadlines) -> dict[str, float]:
+    """Seconds after which a request in a stage is given up, for those who watch from outside.
+
+    The shortest where several states are in a stage; the whole request's where none is bounded.
+    """
+    stages = {"gateway.queue": deadlines.gateway_queue_s}
+    for table in (PREFILL_INFO, DECODE_INFO, COLOCATED_INFO):
+        for info in table.values():
+            if info.deadline == "drain_s":  # the request has ended already
+                continue
+            seconds: float = getattr(deadlines, info.deadline or "request_s")
+            stages[info.stage] = min(seconds, stages.get(info.stage, seconds))
+    return stages
+
+
 class IllegalTransition(IntegrityError):  # noqa: N818 -- the name is the field's word for it
     """A state change that the tables do not allow: a bug of ours."""
 

@@ -9,15 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from pdtrace.sources import read_source
 from pdtrace.stages import Outcome
 from pdtrace.timeline import build_timelines
 from tests.support.completions import Ask, ask
-from tests.support.server import ROOT, is_running, running_server
+from tests.support.server import ROOT, RunningServer, is_running, running_server
 
 pytestmark = pytest.mark.server
 
@@ -29,6 +32,15 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def in_flight(server: RunningServer) -> list[dict[str, Any]] | None:
+    """What the agent says is in flight; None while it does not answer."""
+    try:
+        answer = httpx.get(f"{server.state['agent_url']}/inflight", trust_env=False)
+    except httpx.TransportError:
+        return None
+    return answer.json()["requests"]
 
 
 def pool_folder(run_dir: Path) -> Path:
@@ -93,10 +105,40 @@ def test_an_agent_that_dies_is_replaced_and_nothing_is_lost(tmp_path: Path) -> N
             )
         )
         assert ask(server, Ask(request_id="after")).status == 200
+        assert wait_until(lambda: in_flight(server) is not None)  # at the same address
         assert server.stop() == 0
     found = {t.request_id for t in build_timelines(read_source(tmp_path / "run").traces)}
     assert found == {"before", "without-agent", "after"}
     assert "agent (pid " in (tmp_path / "run.stderr").read_text()
+
+
+def test_agent_tells_what_is_in_flight(tmp_path: Path) -> None:
+    options = ("--allow-faults", "--decode-pages", "64")
+    with running_server(tmp_path / "run", *options) as server, ThreadPoolExecutor() as pool:
+        assert wait_until(lambda: in_flight(server) == [])
+        asked = Ask(request_id="held", faults={"decode.reserve": 4000})
+        answer = pool.submit(ask, server, asked)
+        seen: list[dict[str, Any]] = []
+
+        def it_waits_for_pages() -> bool:
+            seen[:] = in_flight(server) or []
+            return any(request["wait"] for request in seen)
+
+        assert wait_until(it_waits_for_pages)
+        assert [(r["request_id"], r["stage"], r["worker"]) for r in seen] == [
+            ("held", "decode.reserve", "decode-0")
+        ]
+        assert (seen[0]["wait"]["reason"], seen[0]["wait"]["limit"]) == ("kv_pages", 64)
+        assert answer.result().status == 200
+        assert wait_until(lambda: in_flight(server) == [])
+
+
+def test_agent_answers_nowhere_if_told_so(tmp_path: Path) -> None:
+    with running_server(tmp_path / "run", "--agent-port", "-1") as server:
+        assert server.state["agent_url"] is None
+        assert ask(server, Ask(request_id="one")).status == 200
+        assert server.stop() == 0
+    assert not (tmp_path / "run" / "agent.json").exists()
 
 
 def test_no_process_outlives_a_killed_launcher(tmp_path: Path) -> None:

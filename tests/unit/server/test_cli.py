@@ -19,6 +19,7 @@ NOT_OPTIONS = {
     "dead_after_s": "follows heartbeat_s",
     "stalled_after_s": "follows heartbeat_s",
     "deadlines": "a structure of its own",
+    "clock_faults": "--clock-fault, once for each process",
 }
 
 
@@ -59,13 +60,41 @@ def test_help_documents_every_setting_with_its_default() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "expected"),
     [
-        ("--prefill", "0", "prefill is 0, expected at least 1"),
-        ("--port", "70000", "port is 70000, expected 0 to 65535"),
-        ("--decode-pages", "1", "decode_pages is 1, expected at least 2"),
+        ("--prefill", "0", "--prefill is 0, expected at least 1"),
+        ("--port", "70000", "--port is 70000, expected 0 to 65535"),
+        ("--decode-pages", "1", "--decode-pages is 1, expected at least 2"),
+        ("--gap-threshold-s", "0", "--gap-threshold-s is 0.0, expected more than 0"),
+        ("--agent-port", "-2", "--agent-port is -2, expected 0 to 65535, or -1 for none"),
     ],
 )
 def test_bad_setting_is_one_line_and_exit_code_2(option: str, value: str, expected: str) -> None:
     assert expected in refusal(option, value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "option"),
+    [
+        ("colocated", "--prefill=1"),
+        ("colocated", "--decode=2"),
+        ("colocated", "--prefill-pages=64"),
+        ("colocated", "--first-token=decode"),
+        ("colocated", "--transfer=tcp"),
+        ("pd", "--workers=2"),
+        ("pd", "--unchunked"),
+    ],
+)
+def test_option_without_effect_in_the_mode_is_refused(mode: str, option: str) -> None:
+    name = option.partition("=")[0].replace("--un", "--")
+    line = refusal("--mode", mode, option)
+    assert f"{name} has no effect with --mode {mode}" in line
+
+
+def test_busy_agent_port_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        line = refusal("--port", "0", "--agent-port", port, "--run-dir", str(tmp_path / "run"))
+    assert f"port {port} on 127.0.0.1 cannot be used" in line
+    assert line.endswith("choose another with --agent-port")
 
 
 def test_missing_model_is_one_line_and_exit_code_2(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from server import children
 from server.children import Child
-from server.config import ProcessConfig, Settings
+from server.config import ProcessConfig, Settings, flag
 from server.errors import StartError
 from server.launch import (
     Launcher,
@@ -136,7 +136,7 @@ def test_prepare_refuses_a_missing_model_before_it_makes_anything(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["run_dir", "host", "model", "served_name", "api_key"])
 def test_settings_that_are_no_utf8_are_refused_by_name(name: str) -> None:
-    with pytest.raises(StartError, match=f"^{name} is not valid UTF-8$"):
+    with pytest.raises(StartError, match=f"^{flag(name)} is not valid UTF-8$"):
         msgspec.structs.replace(Settings(), **{name: os.fsdecode(b"name-\xff")})
 
 
@@ -145,7 +145,7 @@ def test_settings_that_are_no_utf8_are_refused_by_name(name: str) -> None:
 )
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
 def test_times_that_are_not_positive_are_refused_by_name(name: str, seconds: float) -> None:
-    with pytest.raises(StartError, match=f"^{name} is .*, expected more than 0$"):
+    with pytest.raises(StartError, match=f"^{flag(name)} is .*, expected more than 0$"):
         msgspec.structs.replace(Settings(), **{name: seconds})
 
 

@@ -32,6 +32,7 @@ from server.request import (
     Leg,
     PrefillState,
     StateInfo,
+    stage_deadlines,
 )
 from server.wire.messages import Peer
 
@@ -178,6 +179,17 @@ def test_drain_has_its_time_even_after_the_request_s_deadline() -> None:
     leg = decode_leg(DecodeState.AWAITING_KV, Changes(), {})
     leg.advance(DecodeState.DRAINING, 600 * S)
     assert leg.deadline_ns == 610 * S
+
+
+def test_each_stage_has_the_shortest_deadline_of_its_states_for_those_who_watch() -> None:
+    deadlines = Deadlines(transfer_s=30.0, await_kv_s=300.0, drain_s=10.0, request_s=600.0)
+    stages = stage_deadlines(deadlines)
+    assert set(stages) <= set(STAGE_BY_NAME)
+    assert stages["transfer"] == 30.0
+    assert stages["decode.generate"] == stages["hop.dispatch"] == 600.0
+    assert stages["gateway.queue"] == deadlines.gateway_queue_s
+    assert stages["decode.reserve"] == deadlines.reserve_s
+    assert "prefill.hold" not in stages
 
 
 def test_closed_leg_has_no_deadline() -> None:
