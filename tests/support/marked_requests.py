@@ -174,7 +174,7 @@ def pd_moments(mode: Mode = Mode.PD, *, stream: bool = True) -> list[Moment]:
             DECODE,
             Mark.TOKEN_GAP,
             12_000,
-            {a.TOKEN_INDEX: 4, a.GAP_SECONDS: 0.002, a.GAP_CAUSE: "worker_busy"},
+            {a.TOKEN_INDEX: 4, a.GAP_SECONDS: 0.002, a.GAP_CAUSE: "scheduler_busy"},
         ),
         (DECODE, Mark.PREEMPTED, 13_000, {a.KV_PAGES: 7, a.KV_FREE_PAGES: 7}),
         (DECODE, Mark.RESUMED, 14_000, {a.KV_PAGES: 8}),
@@ -210,6 +210,27 @@ def colocated_moments() -> list[Moment]:
         (WORKER, Mark.DECODE_FINISHED, 19_000, {a.OUTPUT_TOKENS: 16, a.PREEMPTIONS: 0}),
         (GATEWAY, Mark.COMPLETED, 20_000, COMPLETED),
     ]
+
+
+OPEN_AT_US = {
+    "gateway.ingest": 200,
+    "gateway.queue": 450,
+    "gateway.route": 510,
+    "gateway.dispatch": 540,
+    "hop.dispatch": 600,
+    "decode.reserve": 1_000,
+    "hop.publish": 1_800,
+    "prefill.queue": 1_950,
+    "prefill.compute": 5_000,
+    "transfer": 6_100,
+    "hop.notice": 6_800,
+    "decode.queue": 7_100,
+    "decode.first": 7_320,
+    "hop.token": 7_400,
+    "decode.generate": 15_000,
+    "gateway.finish": 19_500,
+}
+"""An instant in each chain stage of `pd_moments()`, µs since the request began."""
 
 
 def until(moments: Iterable[Moment], at_us: int) -> list[Moment]:

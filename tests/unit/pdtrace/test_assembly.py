@@ -23,6 +23,7 @@ from tests.support.marked_requests import (
     DECODE,
     GATEWAY,
     MS,
+    OPEN_AT_US,
     PREFILL,
     RECEIVED,
     ROOT_ID,
@@ -249,7 +250,7 @@ def test_mark_attributes_land_on_the_chain_stage_that_ends_there() -> None:
     assert [span.attributes[a.CHUNK_INDEX.key] for span in chunks] == [0, 1]
     assert [span.attributes[a.CHUNK_TOKENS.key] for span in chunks] == [32, 32]
     gap = named(spans, "decode.gap").attributes
-    assert (gap[a.GAP_SECONDS.key], gap[a.GAP_CAUSE.key]) == (0.002, "worker_busy")
+    assert (gap[a.GAP_SECONDS.key], gap[a.GAP_CAUSE.key]) == (0.002, "scheduler_busy")
     assert named(spans, "attempt").attributes[a.KV_HELD_SECONDS.key] == pytest.approx(0.0173)
 
 
@@ -344,24 +345,6 @@ def test_rejected_request_has_only_what_it_reached() -> None:
 
 
 PD_CHAIN = [stage.name for stage in CHAINS[Mode.PD]]
-OPEN_AT_US = {
-    "gateway.ingest": 200,
-    "gateway.queue": 450,
-    "gateway.route": 510,
-    "gateway.dispatch": 540,
-    "hop.dispatch": 600,
-    "decode.reserve": 1_000,
-    "hop.publish": 1_800,
-    "prefill.queue": 1_950,
-    "prefill.compute": 5_000,
-    "transfer": 6_100,
-    "hop.notice": 6_800,
-    "decode.queue": 7_100,
-    "decode.first": 7_320,
-    "hop.token": 7_400,
-    "decode.generate": 15_000,
-    "gateway.finish": 19_500,
-}
 
 
 def ended(name: str, outcome: str, reason: str, by: str) -> list[Span]:
