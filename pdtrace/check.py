@@ -1,6 +1,7 @@
 """Whether a recording keeps what pdtrace promises: time adds up, ids agree, nothing is missing.
 
-Owns rules over a whole recording; rules over one request are `pdtrace.violations`'s. Pure.
+Owns rules over a whole recording; rules over one request are `pdtrace.violations`'s, what became of
+the processes is `pdtrace.health`'s. Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 
 from pdtrace import semconv as a
 from pdtrace.attributes import text
+from pdtrace.health import ProcessHealth, RunHealth
 from pdtrace.host_clocks import HostSummary, clock_breach, summarize_clocks
+from pdtrace.losses import WriterEnd
 from pdtrace.placement import is_attempt, is_root, split_requests, stage_of
 from pdtrace.sources import Recording
 from pdtrace.spans import Trace
@@ -60,7 +63,8 @@ class CheckReport:
     outcomes                   requests by outcome; `unknown` where it was not recorded
     orphans                    spans without a parent, or whose ancestors miss the request
     clocks                     those of hosts other than the gateway's
-    notes                      what the reader could not use
+    processes                  the recording processes of the run, where the source is one
+    notes                      what the reader could not use, and what breaks no rule
     """
 
     source: str
@@ -73,6 +77,7 @@ class CheckReport:
     orphans: int
     rules: tuple[Rule, ...]
     clocks: tuple[HostSummary, ...]
+    processes: tuple[ProcessHealth, ...]
     notes: tuple[str, ...]
 
     @property
@@ -128,12 +133,26 @@ class CheckReport:
                 for rule in self.rules
             ],
             "clocks": [{**asdict(clock), "basis": clock.basis.value} for clock in self.clocks],
+            "processes": [
+                {
+                    "role": process.role,
+                    "instance": process.instance,
+                    "pid": process.pid,
+                    "ended": process.ended.value if process.ended else None,
+                    "open_requests": process.open_requests,
+                    "open_ids": list(process.open_ids),
+                    "losses": dict(process.losses),
+                }
+                for process in self.processes
+            ],
             "notes": list(self.notes),
         }
 
 
-def check_recording(recording: Recording) -> CheckReport:
-    """Check everything a source held. A recording without requests keeps no rule."""
+def check_recording(recording: Recording, runs: Sequence[RunHealth] = ()) -> CheckReport:
+    """Check everything a source held, and the processes of the runs that it came from. A recording
+    without requests keeps no rule."""
+    processes = tuple(process for run in runs for process in run.processes)
     requests = [part for trace in recording.traces for part in split_requests(trace)]
     timelines = [build_timeline(part) for part in requests]
     problems = recording.problems
@@ -167,6 +186,11 @@ def check_recording(recording: Recording) -> CheckReport:
         _one_trace_per_request(requests, timelines),
         _roles(timelines),
         _complete(timelines),
+        _lost_requests(timelines),
+        _vanished(processes),
+        _lost_records(processes),
+        _unreadable(runs),
+        _handled(runs),
     ]
     outcomes = Counter(t.outcome.value if t.outcome else "unknown" for t in timelines)
     parentless = {ViolationKind.ORPHAN, ViolationKind.MISSING_PARENT}
@@ -181,7 +205,8 @@ def check_recording(recording: Recording) -> CheckReport:
         orphans=sum(v.kind in parentless for t in timelines for v in t.violations),
         rules=tuple(rules),
         clocks=summarize_clocks(timelines),
-        notes=tuple(problems.sentences()),
+        processes=processes,
+        notes=(*problems.sentences(), *_run_notes(runs, processes)),
     )
 
 
@@ -330,6 +355,85 @@ def _complete(timelines: Sequence[Timeline]) -> Rule:
         return "no outcome" if timeline.root_id and timeline.outcome is None else None
 
     return _each("complete", "nothing is known to be missing", timelines, breach)
+
+
+def _lost_requests(timelines: Sequence[Timeline]) -> Rule:
+    def breach(timeline: Timeline) -> str | None:
+        if timeline.outcome is not Outcome.LOST:
+            return None
+        where = f" in {timeline.outcome_stage}" if timeline.outcome_stage else ""
+        who = f" with {timeline.outcome_by}" if timeline.outcome_by else ""
+        why = f" ({timeline.outcome_reason})" if timeline.outcome_reason else ""
+        return f"lost{who}{where}{why}"
+
+    return _each("lost", "no request was lost with its process", timelines, breach)
+
+
+def _vanished(processes: Sequence[ProcessHealth]) -> Rule:
+    found: list[str] = []
+    for process in processes:
+        if process.ended is not WriterEnd.LOST:
+            continue
+        ids = ", ".join(process.open_ids[:MAX_EXAMPLES])
+        more = ", …" if len(process.open_ids) > MAX_EXAMPLES else ""
+        found.append(
+            f"{process.instance} (pid {process.pid}) was killed, or ended without a word, with "
+            f"{_many(process.open_requests, 'request')} open{f': {ids}{more}' if ids else ''}"
+        )
+    return _rule("processes", "no process vanished (counts processes)", len(processes), found)
+
+
+def _lost_records(processes: Sequence[ProcessHealth]) -> Rule:
+    found = [
+        f"{process.instance} (pid {process.pid}) {what}"
+        for process in processes
+        if (what := process.lost)
+    ]
+    return _rule("records", "no record was lost (counts processes)", len(processes), found)
+
+
+def _unreadable(runs: Sequence[RunHealth]) -> Rule:
+    found = [f"{name}: {why}" for run in runs for name, why in sorted(run.unreadable.items())]
+    checked = sum(len(run.processes) for run in runs) + len(found)
+    return _rule("rings", "every ring could be read (counts rings)", checked, found)
+
+
+def _handled(runs: Sequence[RunHealth]) -> Rule:
+    """What the agent could not do with requests that it had read."""
+    found: list[str] = []
+    broken = 0
+    for run in runs:
+        losses = run.losses
+        for count, what in (
+            (losses.faults, "requests cost pdtrace an error of its own: no spans, or no verdict"),
+            (losses.evicted, "requests were given up because too many were in flight"),
+            (losses.lines_lost, "requests could not be written to the files"),
+            (
+                losses.spans_dropped,
+                "spans were exported to nobody: collectors refused them or could not be reached",
+            ),
+        ):
+            if count:
+                broken += count
+                found.append(f"{run.run}: {count} {what}")
+    checked = sum(run.losses.requests for run in runs)
+    title = "everything that was read was written and exported (counts requests, spans)"
+    return _rule("delivered", title, checked, found, broken=broken)
+
+
+def _run_notes(runs: Sequence[RunHealth], processes: Sequence[ProcessHealth]) -> Iterable[str]:
+    for run in runs:
+        if run.losses.problem:
+            yield f"{run.losses.problem}."
+        if run.losses.unnamed:
+            yield f"{_many(run.losses.unnamed, 'mark')} of requests that nobody knows."
+        if run.losses.overgrown:
+            yield f"{_many(run.losses.overgrown, 'mark')} left out of requests with too many."
+    for process in processes:
+        if process.shed:
+            yield f"{process.instance} (pid {process.pid}) {process.shed}."
+        if cut := process.losses.get("truncated", 0):
+            yield f"{process.instance} (pid {process.pid}) cut {_many(cut, 'long text')}."
 
 
 def _many(count: int, noun: str) -> str:

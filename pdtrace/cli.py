@@ -4,7 +4,7 @@ Owns options, selection, exit codes and where output goes; what is shown is `pdt
 `pdtrace.documents`'. No error reaches a user as a traceback.
 
 Exit codes: 0 done; 1 `check` found violations; 2 bad input or usage; 70 a fault of pdtrace itself
-(`PDTRACE_DEBUG=1` shows the traceback); 130 interrupted.
+(`PDTRACE_DEBUG=1` shows the traceback); 130 interrupted, but for `pdtrace top`, which ends so: 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
 
@@ -25,13 +26,24 @@ from rich.console import Console
 from rich.text import Text
 
 import pdtrace
+from pdtrace import selection
 from pdtrace.check import check_recording
 from pdtrace.documents import stages_document, why_document
 from pdtrace.duration import seconds_text
-from pdtrace.errors import PdtraceError
+from pdtrace.errors import PdtraceError, SourceError
+from pdtrace.health import read_health
+from pdtrace.live import DEFAULT_TIMEOUT_S, LookSource, open_source
 from pdtrace.render import MAX_WIDTH, check_view, clean, stages_view, summary_table, why_view
-from pdtrace.sources import Recording, read_source
+from pdtrace.sources import (
+    Recording,
+    default_source,
+    empty_recording,
+    read_sources,
+    run_directories,
+)
+from pdtrace.stages import STAGE_BY_NAME
 from pdtrace.timeline import Timeline, build_timelines
+from pdtrace.top import DEFAULT_INTERVAL_S, DEFAULT_LIMIT, follow, top_document, top_view
 from pdtrace.verdict import Baselines, Verdict, judge
 
 EXIT_VIOLATIONS = 1
@@ -57,12 +69,13 @@ app = typer.Typer(
 )
 
 FromOption = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--from",
         metavar="SOURCE",
         help="Run directory, file or folder of OTLP JSON lines (plain or gzip), or - for standard "
-        "input. Default: $PDTRACE_RUN, else ./run.",
+        "input; give it again to join the recordings of several hosts. Default: $PDTRACE_RUN, else "
+        "./run.",
         show_default=False,
     ),
 ]
@@ -138,7 +151,8 @@ def _root(  # pyright: ignore[reportUnusedFunction] - typer calls it
 
 @app.command(
     epilog="Examples: [bold]pdtrace why[/] (the slowest) · [bold]pdtrace why req-17[/] · "
-    "[bold]pdtrace why --slowest 5[/] · [bold]pdtrace why 5eed --from traces.jsonl.gz --json[/]"
+    "[bold]pdtrace why --slowest 5[/] · [bold]pdtrace why --in-flight[/] · "
+    "[bold]pdtrace why 5eed --from traces.jsonl.gz --json[/]"
 )
 @_guarded
 def why(
@@ -146,8 +160,8 @@ def why(
         str | None,
         typer.Argument(
             metavar="ID",
-            help="Request id, trace id or root span id; a beginning is enough if it is unique. "
-            "Default: the slowest request.",
+            help="Request id, trace id or root span id; a beginning is enough if it is unique. The "
+            "request may be in flight. Default: the slowest request.",
             show_default=False,
         ),
     ] = None,
@@ -155,53 +169,119 @@ def why(
         int | None,
         typer.Option("--slowest", min=1, metavar="N", help="The N slowest requests."),
     ] = None,
+    in_flight: Annotated[
+        bool,
+        typer.Option(
+            "--in-flight",
+            help="The request in flight that exceeds its stage's usual time by most; with "
+            "--slowest N so many of them.",
+        ),
+    ] = False,
     source: FromOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Say in which stage a request stalled, why, and draw it."""
-    if request is not None and slowest is not None:
-        raise UsageError("give an ID or --slowest N, not both")
-    recording = read_source(source)
-    timelines = build_timelines(recording.traces)
-    if not timelines:
-        raise UsageError(f"{recording.source}: holds no request")
-    chosen = _slowest(timelines, slowest or 1) if request is None else [_find(timelines, request)]
-    baselines = Baselines(timelines)
-    pairs = [(timeline, judge(timeline, baselines)) for timeline in chosen]
+    """Say in which stage a request stalled, or is held up now, why, and draw it."""
+    if request is not None and (slowest is not None or in_flight):
+        option = "--in-flight" if in_flight else "--slowest N"
+        raise UsageError(f"give an ID or {option}, not both")
+    sources = source or [default_source()]
+    view = _in_flight(sources, slowest or 1) if in_flight else _chosen(sources, request, slowest)
+    baselines = Baselines(view.peers)
+    pairs = [(timeline, judge(timeline, baselines)) for timeline in view.chosen]
+    if not pairs and not as_json:
+        print(f"No request is in flight in {clean(view.recording.source)}.")
+        return 0
     if as_json:
-        _print_json(why_document(recording, pairs, len(timelines)))
+        _print_json(why_document(view.recording, pairs, len(view.peers), view.standing))
     else:
-        _print_why(recording, pairs, len(timelines))
+        _print_why(view, pairs)
     return 0
 
 
-def _slowest(timelines: Sequence[Timeline], count: int) -> list[Timeline]:
-    return sorted(timelines, key=lambda t: (-t.total_ns, t.request_id or "", t.trace_id))[:count]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """What `why` shows: the requests chosen, and those they are compared with."""
+
+    recording: Recording
+    chosen: Sequence[Timeline]
+    peers: Sequence[Timeline]
+    standing: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    notes: Sequence[str] = ()
 
 
-def _find(timelines: Sequence[Timeline], wanted: str) -> Timeline:
-    """The one request that an id, or the beginning of one, names. Raises if none or several."""
-    padded = wanted.lower().removeprefix("0x").zfill(32)
-    tests: tuple[Callable[[Timeline], bool], ...] = (
-        lambda t: t.request_id == wanted,
-        lambda t: t.root_id == wanted.lower(),
-        lambda t: t.trace_id == padded,
-        lambda t: (
-            (t.request_id or "").startswith(wanted)
-            or t.trace_id.startswith(wanted.lower())
-            or t.trace_id.lstrip("0").startswith(wanted.lower())
-        ),
+def _chosen(sources: Sequence[str], wanted: str | None, count: int | None) -> _View:
+    """Finished requests; one asked for by id may also be in flight, or in the rings alone."""
+    runs = run_directories(sources)
+    trouble: SourceError | None = None
+    try:
+        recording = read_sources(sources)
+    except SourceError as error:
+        if wanted is None or not runs:
+            raise
+        trouble, recording = error, empty_recording(sources)
+    timelines = build_timelines(recording.traces)
+    if wanted is None:
+        if not timelines:
+            raise UsageError(f"{recording.source}: holds no request")
+        chosen = selection.slowest(timelines, count or 1)
+        return _View(
+            recording=recording, chosen=chosen, peers=timelines, notes=_loss_notes(runs, chosen)
+        )
+    rings = selection.Rings()
+    found = selection.exactly(timelines, wanted) if wanted else []
+    if not found and wanted and runs:
+        rings = selection.read_rings(runs)
+        others = selection.unseen((*rings.in_flight, *rings.finished), timelines)
+        timelines += selection.unseen(rings.finished, timelines)
+        found = selection.exactly(others, wanted)
+        found = found or selection.beginning([*timelines, *rings.in_flight], wanted)
+    elif not found and wanted:
+        found = selection.beginning(timelines, wanted)
+    if len(found) > 1:
+        _ambiguous(wanted, found)
+    if not found:
+        if trouble is not None and not timelines and not rings.in_flight:
+            raise trouble
+        flying = f", nor has one of {len(rings.in_flight)} in flight" if rings.in_flight else ""
+        raise UsageError(
+            f"none of {len(timelines)} requests has an id that begins with {wanted!r}{flying}"
+        )
+    notes = [*_loss_notes(runs, found), *(f"{problem}." for problem in rings.problems)]
+    return _View(
+        recording=recording, chosen=found, peers=timelines, standing=rings.standing, notes=notes
     )
-    for test in tests if wanted else ():
-        found = [timeline for timeline in timelines if test(timeline)]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            _ambiguous(wanted, found)
-    raise UsageError(
-        f"none of {len(timelines)} requests has an id that begins with {wanted!r} "
-        "(a request in flight has no trace before it ends)"
+
+
+def _in_flight(sources: Sequence[str], count: int) -> _View:
+    runs = run_directories(sources)
+    if not runs:
+        raise UsageError(
+            f"{' + '.join(map(str, sources))}: holds no rings, so nothing can be in flight; give a "
+            "run directory"
+        )
+    rings = selection.read_rings(runs, only=count)
+    try:
+        recording = read_sources(sources)
+    except SourceError:
+        recording = empty_recording(sources)
+    peers = build_timelines(recording.traces)
+    peers += selection.unseen(rings.finished, peers)
+    chosen = rings.in_flight[:count]
+    notes = [*_loss_notes(runs, chosen), *(f"{problem}." for problem in rings.problems)]
+    return _View(
+        recording=recording, chosen=chosen, peers=peers, standing=rings.standing, notes=notes
     )
+
+
+def _loss_notes(runs: Sequence[Path], chosen: Sequence[Timeline]) -> list[str]:
+    """What the recorders of the chosen requests' processes are known to have lost, ever."""
+    instances = {visit.instance for timeline in chosen for visit in timeline.visits}
+    return [
+        f"{process.instance} {what} in the whole run."
+        for run in runs
+        for process in read_health(run).processes
+        if process.instance in instances and (what := process.lost)
+    ]
 
 
 def _ambiguous(wanted: str, found: Sequence[Timeline]) -> NoReturn:
@@ -210,6 +290,7 @@ def _ambiguous(wanted: str, found: Sequence[Timeline]) -> NoReturn:
         f"  {t.request_id or '(no request id)'}  trace {t.trace_id}"
         + (f"  root span {t.root_id}" if share_a_trace else "")
         + f"  {seconds_text(t.total_ns)}"
+        + (" so far" if t.open else "")
         for t in found[:_MAX_CANDIDATES]
     ]
     if len(found) > _MAX_CANDIDATES:
@@ -221,11 +302,9 @@ def _ambiguous(wanted: str, found: Sequence[Timeline]) -> NoReturn:
     raise typer.Exit(EXIT_BAD_INPUT)
 
 
-def _print_why(
-    recording: Recording, pairs: Sequence[tuple[Timeline, Verdict]], requests: int
-) -> None:
+def _print_why(view: _View, pairs: Sequence[tuple[Timeline, Verdict]]) -> None:
     console, ascii_only = _console()
-    notes = recording.problems.sentences()
+    notes = [*view.recording.problems.sentences(), *view.notes]
     if len(pairs) > 1:
         console.print(summary_table(pairs, width=console.width, ascii_only=ascii_only))
         console.print(Text())
@@ -233,11 +312,112 @@ def _print_why(
         if position:
             rule = ("=" if ascii_only else "━") * min(console.width, MAX_WIDTH)
             console.print(Text(f"\n{rule}\n", "dim"))
-        view = why_view(timeline, verdict, width=console.width, ascii_only=ascii_only, notes=notes)
-        console.print(view)
-    if len(pairs) == 1 and requests > 1:
-        hint = f"1 of {requests} requests in {recording.source}; --slowest 5 shows the worst five."
+        console.print(
+            why_view(
+                timeline,
+                verdict,
+                width=console.width,
+                ascii_only=ascii_only,
+                notes=notes,
+                standing=view.standing.get(timeline.root_id or "", ()),
+            )
+        )
+    if len(pairs) == 1 and len(view.peers) > 1 and not view.chosen[0].open:
+        hint = (
+            f"1 of {len(view.peers)} requests in {view.recording.source}; "
+            "--slowest 5 shows the worst five."
+        )
         console.print(Text(f"\n{clean(hint)}", style="dim"))
+
+
+@app.command(
+    epilog="Examples: [bold]pdtrace top[/] · [bold]pdtrace top --once --json[/] · "
+    "[bold]pdtrace top --from http://127.0.0.1:9464 --stage decode.reserve[/]. Interrupt it to end "
+    "it (exit code 0)."
+)
+@_guarded
+def top(
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN|URL",
+            help="Run directory, whose rings are read, or an agent's address. Default: "
+            "$PDTRACE_RUN, else ./run.",
+            show_default=False,
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Look once instead of following.")] = False,
+    limit: Annotated[
+        int, typer.Option("--limit", min=1, metavar="N", help="Requests shown, the worst first.")
+    ] = DEFAULT_LIMIT,
+    stage: Annotated[
+        str | None,
+        typer.Option("--stage", metavar="STAGE", help="Only requests in this stage."),
+    ] = None,
+    interval: Annotated[
+        float, typer.Option("--interval", min=0.05, metavar="S", help="Seconds between looks.")
+    ] = DEFAULT_INTERVAL_S,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.05, metavar="S", help="How long an agent may take.")
+    ] = DEFAULT_TIMEOUT_S,
+    as_json: JsonOption = False,
+) -> int:
+    """Show the requests in flight and their processes, also while some are stopped or dead."""
+    if stage is not None and stage not in STAGE_BY_NAME:
+        raise UsageError(f"{stage!r} is no stage; `pdtrace stages` lists them")
+    try:
+        looks = open_source(source or default_source(), timeout_s=timeout)
+    except KeyboardInterrupt:
+        return 0
+    try:
+        _show_top(looks, once=once, limit=limit, stage=stage, interval_s=interval, as_json=as_json)
+    except KeyboardInterrupt:
+        if once:
+            raise
+    finally:
+        looks.close()
+    return 0
+
+
+def _show_top(
+    looks: LookSource,
+    *,
+    once: bool,
+    limit: int,
+    stage: str | None,
+    interval_s: float,
+    as_json: bool,
+) -> None:
+    console, ascii_only = _console()
+    if not once:
+        try:
+            follow(
+                looks,
+                console,
+                stage=stage,
+                limit=limit,
+                interval_s=interval_s,
+                as_json=as_json,
+                ascii_only=ascii_only,
+            )
+        except BrokenPipeError:
+            _reader_left()
+        return
+    look = looks.look()
+    if as_json:
+        _print_json(top_document(look, source=looks.name, stage=stage, limit=limit))
+    else:
+        console.print(
+            top_view(
+                look,
+                source=looks.name,
+                width=console.width,
+                stage=stage,
+                limit=limit,
+                ascii_only=ascii_only,
+            )
+        )
 
 
 @app.command(
@@ -247,7 +427,9 @@ def _print_why(
 @_guarded
 def check(source: FromOption = None, as_json: JsonOption = False) -> int:
     """Check a recording: time adds up, ids agree, parents exist, nothing is missing."""
-    report = check_recording(read_source(source))
+    sources = source or [default_source()]
+    recording = read_sources(sources)
+    report = check_recording(recording, [read_health(run) for run in run_directories(sources)])
     if as_json:
         _print_json(report.document())
     else:

@@ -66,7 +66,7 @@ def ordered(requests: Sequence[InFlight], stage: str | None = None) -> list[InFl
 def _rank(request: InFlight) -> tuple[bool, int, float, float, str]:
     ratio = times_usual(request)
     group = 1 if ratio is None else 0 if ratio > 1 else 2
-    age = -request.stage_age_s
+    age = -(request.age_s if request.stage is None else request.stage_age_s)
     return (request.ended is not None, group, -(ratio or 0.0), age, request.root_span_id)
 
 
