@@ -438,28 +438,39 @@ def _mark_decoder(mark: Mark, attrs: Sequence[tuple[str, str]]) -> Decode:
     # Where each attribute known here stands among the written ones; None: not written.
     places = [written.index(attr) if attr in written else None for attr in known]
     aligned = written == known
-    has_strings = AttrType.STR in types
+    strings = [index for index, attr_type in enumerate(types) if attr_type is AttrType.STR]
     nothing: tuple[Value, ...] = (None,) * len(known)
+    bare = BODY_HEAD.size
+    unpack_head = BODY_HEAD.unpack
 
     def decode(body: bytes) -> MarkRecord:
-        if len(body) == BODY_HEAD.size:
-            _, _, attempt, key, t_ns = BODY_HEAD.unpack(body)
+        if len(body) == bare:
+            _, _, attempt, key, t_ns = unpack_head(body)
             return MarkRecord(mark=mark, key=key, attempt=attempt, t_ns=t_ns, values=nothing)
-        _, present, attempt, key, t_ns, *fields = unpack(body)
-        values: list[Value] = fields
-        if present != full or has_strings:
-            start = size
-            for index, attr_type in enumerate(types):
+        fields = unpack(body)
+        _, present, attempt, key, t_ns = fields[:5]
+        values: tuple[Value, ...] = fields[5:]
+        if present != full or strings:
+            values = with_texts(body, present, values)
+        if not aligned:
+            values = tuple([None if place is None else values[place] for place in places])
+        return MarkRecord(mark=mark, key=key, attempt=attempt, t_ns=t_ns, values=values)
+
+    def with_texts(body: bytes, present: int, fields: tuple[Any, ...]) -> tuple[Value, ...]:
+        """Texts in place of their lengths, None for what is absent."""
+        values: list[Value] = list(fields)
+        start = size
+        for index in strings:
+            if present >> index & 1:
+                end = start + fields[index]
+                values[index] = body[start:end].decode(errors="replace")
+                start = end
+        if start > len(body):
+            raise ValueError
+        if present != full:
+            for index in range(len(values)):
                 if not present >> index & 1:
                     values[index] = None
-                elif attr_type is AttrType.STR:
-                    end = start + fields[index]
-                    values[index] = body[start:end].decode(errors="replace")
-                    start = end
-            if start > len(body):
-                raise ValueError
-        if not aligned:
-            values = [None if place is None else values[place] for place in places]
-        return MarkRecord(mark=mark, key=key, attempt=attempt, t_ns=t_ns, values=tuple(values))
+        return tuple(values)
 
     return decode
