@@ -1,11 +1,13 @@
 """What does recording cost the thread that serves? A mark against an OpenTelemetry SDK span.
 
-    python benchmarks/bench_recording.py [--json] [--repeats N] [--calls N]
+    python -m benchmarks.bench_recording [--json] [--repeats N] [--calls N]
 
-Every case runs `calls` times per repeat; the cases take turns within each repeat, in an order drawn
-anew, so that a busy machine slows all of them alike. Times are CPU time of the calling thread, so
-neither waiting for a core nor the SDK's export thread counts; what the export thread costs the
-process shows in the row that encodes for OTLP, which is CPU time of the whole process.
+Every case runs `calls` times per repeat (SDK spans a quarter of that); the cases take turns within
+each repeat, in an order drawn anew, so that a busy machine slows all of them alike. Times are CPU
+time of the calling thread: neither waiting for a core nor the SDK's export thread counts. What that
+thread costs the process shows in the row "exported", which is CPU time of the whole process until
+the receiver has all spans. SDK spans go through a BatchSpanProcessor and the OTLP/HTTP exporter to
+a receiver in a process of its own.
 
 One chain stage costs one mark (a mark ends one stage and begins the next) or one span.
 With --json the last line is an object: medians in nanoseconds, ratios with their spread.
@@ -20,45 +22,61 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
+from benchmarks import otlp_sink
 from pdtrace import Gauge, Mark, Recorder, RequestContext, Role, WaitReason
+from pdtrace.budget import Costs
+from pdtrace.recorder import recording_costs
+from pdtrace.stages import StepKind
 
 Case = Callable[[int], None]
 
+SDK_PART = 4  # an SDK span takes so much longer that fewer of them do
 FOUR_INTS = (3, 18, 829_440, 2)
-FOUR_STRINGS_AND_INT = ("prefill-0", "decode-0", "least_loaded", 4, "fewest waiting tokens")
-SEVEN_MIXED = ("transfer.queue", WaitReason.COPY_QUEUE, 18, 3, 64, 4, "req-0123456789abcdef")
+FIVE_WITH_STRINGS = ("prefill-0", "decode-0", "least_loaded", 4, "fewest waiting tokens")
+BLOCKERS = ("req-0123456789abcdef", "req-fedcba9876543210")
+EIGHT_MIXED = (
+    "transfer.queue",
+    WaitReason.COPY_QUEUE,
+    *(18, 3, 64, 4),
+    BLOCKERS[0],
+    "\x1f".join(BLOCKERS),
+)
 FOUR_ATTRS = {"pd.chunk.index": 3, "pd.kv.pages": 18, "pd.kv.bytes": 829_440, "pd.batch.size": 2}
-SEVEN_ATTRS = {
+EIGHT_ATTRS = {
     "pd.wait.stage": "transfer.queue",
     "pd.wait.reason": "copy_queue",
     "pd.wait.needed": 18,
     "pd.wait.free": 3,
     "pd.wait.limit": 64,
     "pd.wait.position": 4,
-    "pd.wait.blocker": "req-0123456789abcdef",
+    "pd.wait.blocker": BLOCKERS[0],
+    "pd.wait.blockers": BLOCKERS,
 }
 
 
 @dataclass(slots=True)
 class Measured:
-    """Nanoseconds per call, one for each repeat."""
+    """Nanoseconds per call, one for each repeat. `key` is the name in the JSON."""
 
+    key: str
     name: str
     case: Case
     clock: Callable[[], int] = time.thread_time_ns
     settle: Callable[[], object] = lambda: None
+    part: int = 1
     ns: list[float] = field(default_factory=list[float])
 
     def run(self, calls: int) -> None:
+        calls = max(1, calls // self.part)
         begin = self.clock()
         self.case(calls)
         self.settle()
@@ -69,11 +87,21 @@ class Measured:
         return statistics.median(self.ns)
 
 
+def do_nothing(_mark: Mark) -> None:
+    """What any call costs."""
+
+
 def recorder_cases(
     recorder: Recorder, gateway: Recorder, context: RequestContext
 ) -> list[Measured]:
     trace = recorder.begin(context)
     request = gateway.begin(context)
+    traces = [recorder.begin(context) for _ in range(256)]
+
+    def no_op(calls: int) -> None:
+        mark = do_nothing
+        for _ in range(calls):
+            mark(Mark.COPY_STARTED)
 
     def bare(calls: int) -> None:
         mark = trace.mark
@@ -85,20 +113,40 @@ def recorder_cases(
         for _ in range(calls):
             mark(Mark.COPY_QUEUED, *FOUR_INTS)
 
-    def seven(calls: int) -> None:
+    def eight(calls: int) -> None:
         mark = trace.mark
         for _ in range(calls):
-            mark(Mark.WAITING, *SEVEN_MIXED)
+            mark(Mark.WAITING, *EIGHT_MIXED)
 
     def strings(calls: int) -> None:
         mark = request.mark
         for _ in range(calls):
-            mark(Mark.ROUTED, *FOUR_STRINGS_AND_INT)
+            mark(Mark.ROUTED, *FIVE_WITH_STRINGS)
+
+    def changed_wait(calls: int) -> None:
+        wait = trace.wait
+        for number in range(calls):
+            wait("transfer.queue", WaitReason.COPY_QUEUE, position=4, blocker=BLOCKERS[number & 1])
 
     def unchanged_wait(calls: int) -> None:
         wait = trace.wait
         for _ in range(calls):
-            wait("transfer.queue", WaitReason.COPY_QUEUE, position=4, blocker="req-7")
+            wait("transfer.queue", WaitReason.COPY_QUEUE, position=4, blocker=BLOCKERS[0])
+
+    def several_blockers(calls: int) -> None:
+        wait = trace.wait
+        for _ in range(calls):
+            wait("transfer.queue", WaitReason.COPY_QUEUE, position=4, blocker=BLOCKERS)
+
+    def steps_of(members: int) -> Case:
+        batch = traces[:members]
+
+        def steps(calls: int) -> None:
+            step = recorder.step
+            for number in range(calls):
+                step(StepKind.DECODE, batch, tokens=members, begin_ns=number, end_ns=number)
+
+        return steps
 
     def gauge(calls: int) -> None:
         set_gauge = recorder.gauge
@@ -118,36 +166,25 @@ def recorder_cases(
             mark(Mark.COPY_QUEUED, *FOUR_INTS)
 
     return [
-        Measured("mark", bare),
-        Measured("mark, 4 attributes", four),
-        Measured("mark, 5 attributes, 4 of them strings", strings),
-        Measured("mark, 7 attributes", seven),
-        Measured("wait, nothing changed", unchanged_wait),
-        Measured("gauge", gauge),
-        Measured("begin + end of a request", begin_and_end),
-        Measured("mark, recording off", off),
+        Measured("no_op_ns", "call of a function that does nothing", no_op),
+        Measured("mark_ns", "mark", bare),
+        Measured("mark_4_attrs_ns", "mark, 4 attributes", four),
+        Measured("mark_8_attrs_ns", "mark, 8 attributes", eight),
+        Measured("mark_5_strings_ns", "mark, 5 attributes, 4 of them strings", strings),
+        Measured("step_16_members_ns", "step, 16 members", steps_of(16)),
+        Measured("step_256_members_ns", "step, 256 members", steps_of(256), part=10),
+        Measured("wait_changed_ns", "wait, another blocker", changed_wait),
+        Measured("wait_unchanged_ns", "wait, nothing changed", unchanged_wait),
+        Measured("wait_unchanged_2_ns", "wait, the same two blockers", several_blockers),
+        Measured("gauge_ns", "gauge", gauge),
+        Measured("begin_end_ns", "begin + end of a request", begin_and_end),
+        Measured("mark_off_ns", "mark, recording off", off),
     ]
 
 
-class NullExporter(SpanExporter):
-    """Takes spans and does nothing with them."""
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        return SpanExportResult.SUCCESS
-
-    def shutdown(self) -> None:
-        pass
-
-
-class EncodingExporter(NullExporter):
-    """Encodes spans as the OTLP exporters do, and sends them nowhere."""
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        encode_spans(spans).SerializeToString()
-        return SpanExportResult.SUCCESS
-
-
-def sdk_cases(context: RequestContext) -> tuple[list[Measured], list[TracerProvider]]:
+def sdk_cases(
+    context: RequestContext, endpoint: str
+) -> tuple[list[Measured], list[TracerProvider]]:
     parent = set_span_in_context(
         NonRecordingSpan(
             SpanContext(
@@ -160,8 +197,9 @@ def sdk_cases(context: RequestContext) -> tuple[list[Measured], list[TracerProvi
     )
     providers: list[TracerProvider] = []
 
-    def spans(exporter: SpanExporter, attributes: dict[str, str | int] | None) -> Case:
+    def spans(attributes: Mapping[str, str | int | tuple[str, ...]] | None) -> Case:
         provider = TracerProvider(resource=Resource.create({"service.name": "bench"}))
+        exporter = OTLPSpanExporter(endpoint=f"{endpoint}/v1/traces")
         # A queue that holds a whole repeat: no span is dropped, so each one is paid for.
         provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=1_000_000))
         providers.append(provider)
@@ -174,16 +212,24 @@ def sdk_cases(context: RequestContext) -> tuple[list[Measured], list[TracerProvi
 
         return case
 
-    def flushed(name: str, attributes: dict[str, str | int] | None) -> Measured:
-        case = spans(EncodingExporter(), attributes)
-        return Measured(name, case, time.process_time_ns, providers[-1].force_flush)
-
     measured = [
-        Measured("SDK span", spans(NullExporter(), None)),
-        Measured("SDK span, 4 attributes", spans(NullExporter(), dict(FOUR_ATTRS))),
-        Measured("SDK span, 7 attributes", spans(NullExporter(), dict(SEVEN_ATTRS))),
-        flushed("SDK span, 4 attributes, encoded (process)", dict(FOUR_ATTRS)),
+        Measured("sdk_span_ns", "SDK span", spans(None), part=SDK_PART),
+        Measured("sdk_span_4_attrs_ns", "SDK span, 4 attributes", spans(FOUR_ATTRS), part=SDK_PART),
+        Measured(
+            "sdk_span_8_attrs_ns", "SDK span, 8 attributes", spans(EIGHT_ATTRS), part=SDK_PART
+        ),
     ]
+    exported = spans(FOUR_ATTRS)
+    measured.append(
+        Measured(
+            "sdk_span_4_attrs_exported_ns",
+            "SDK span, 4 attributes, exported (process)",
+            exported,
+            time.process_time_ns,
+            providers[-1].force_flush,
+            part=SDK_PART,
+        )
+    )
     return measured, providers
 
 
@@ -197,6 +243,54 @@ def ratios(of: Measured, to: Measured) -> dict[str, float]:
     }
 
 
+def estimates(costs: Costs, by_key: Mapping[str, Measured]) -> dict[str, float]:
+    """What the budget guard believes a record costs, over what it was measured to cost."""
+    believed = {
+        "mark_ns": costs.record,
+        "mark_4_attrs_ns": costs.record + 4 * 8 * costs.byte,
+        "wait_changed_ns": costs.wait,
+        "step_16_members_ns": costs.step + 16 * costs.member,
+    }
+    return {key: round(ns / by_key[key].median, 2) for key, ns in believed.items()}
+
+
+def measure(calls: int, repeats: int) -> list[Measured]:
+    """All cases, interleaved."""
+    context = RequestContext.create()
+    with tempfile.TemporaryDirectory() as directory, otlp_sink.running() as endpoint:
+        recorder, gateway = (
+            Recorder.open(
+                directory, role=role, instance=f"{role}-0", raise_errors=True, budget=None
+            )
+            for role in (Role.TRANSFER, Role.GATEWAY)
+        )
+        sdk, providers = sdk_cases(context, endpoint)
+        measured = [*recorder_cases(recorder, gateway, context), *sdk]
+        order = random.Random(0)
+        for one in measured:
+            one.run(calls // 10)  # warm up
+            one.ns.clear()
+        for _ in range(repeats):
+            for one in order.sample(measured, len(measured)):
+                one.run(calls)
+                for provider in providers:
+                    provider.force_flush()  # the export thread is idle while others are measured
+        recorder.close()
+        gateway.close()
+        for provider in providers:
+            provider.shutdown()
+    return measured
+
+
+COMPARED = {
+    "ratio": ("sdk_span_ns", "mark_ns"),
+    "ratio_4_attrs": ("sdk_span_4_attrs_ns", "mark_4_attrs_ns"),
+    "ratio_8_attrs": ("sdk_span_8_attrs_ns", "mark_8_attrs_ns"),
+    "ratio_4_attrs_exported": ("sdk_span_4_attrs_exported_ns", "mark_4_attrs_ns"),
+    "ratio_no_op": ("mark_ns", "no_op_ns"),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object, last line")
@@ -204,40 +298,9 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20_000)
     args = parser.parse_args()
 
-    context = RequestContext.create()
-    with tempfile.TemporaryDirectory() as directory:
-        recorder = Recorder.open(
-            directory, role=Role.TRANSFER, instance="transfer-0", raise_errors=True
-        )
-        gateway = Recorder.open(
-            directory, role=Role.GATEWAY, instance="gateway-0", raise_errors=True
-        )
-        sdk, providers = sdk_cases(context)
-        measured = [*recorder_cases(recorder, gateway, context), *sdk]
-        order = random.Random(0)
-        for one in measured:
-            one.run(args.calls // 10)  # warm up
-            one.ns.clear()
-        for _ in range(args.repeats):
-            for one in order.sample(measured, len(measured)):
-                one.run(args.calls)
-                for provider in providers:
-                    provider.force_flush()  # the export thread is idle while others are measured
-        recorder.close()
-        gateway.close()
-        for provider in providers:
-            provider.shutdown()
-
-    by_name = {one.name: one for one in measured}
-    compared = {
-        "ratio": (by_name["SDK span"], by_name["mark"]),
-        "ratio_4_attrs": (by_name["SDK span, 4 attributes"], by_name["mark, 4 attributes"]),
-        "ratio_7_attrs": (by_name["SDK span, 7 attributes"], by_name["mark, 7 attributes"]),
-        "ratio_4_attrs_encoded": (
-            by_name["SDK span, 4 attributes, encoded (process)"],
-            by_name["mark, 4 attributes"],
-        ),
-    }
+    costs = recording_costs()
+    measured = measure(args.calls, args.repeats)
+    by_key = {one.key: one for one in measured}
     print(f"CPython {platform.python_version()}, {args.repeats} repeats of {args.calls} calls")
     print(f"{'':<44}{'ns':>8}{'min':>8}{'max':>8}{'per s':>12}")
     for one in measured:
@@ -245,22 +308,18 @@ def main() -> None:
         print(
             f"{one.name:<44}{one.median:>8.0f}{min(one.ns):>8.0f}{max(one.ns):>8.0f}{rate:>12,.0f}"
         )
-    for name, (of, to) in compared.items():
-        ratio = ratios(of, to)
-        print(
-            f"{name}: {ratio['median']} ({ratio['min']} to {ratio['max']}): {of.name} / {to.name}"
-        )
+    compared = {name: ratios(by_key[of], by_key[to]) for name, (of, to) in COMPARED.items()}
+    for name, ratio in compared.items():
+        of, to = (by_key[key].name for key in COMPARED[name])
+        print(f"{name}: {ratio['median']} ({ratio['min']} to {ratio['max']}): {of} / {to}")
+    believed = estimates(costs, by_key)
+    print(f"the budget guard's idea of a cost over the cost: {believed}")
     if args.json:
-        result: dict[str, object] = {
-            "mark_ns": round(by_name["mark"].median),
-            "mark_4_attrs_ns": round(by_name["mark, 4 attributes"].median),
-            "mark_7_attrs_ns": round(by_name["mark, 7 attributes"].median),
-            "sdk_span_ns": round(by_name["SDK span"].median),
-            "sdk_span_4_attrs_ns": round(by_name["SDK span, 4 attributes"].median),
-            "ratio": ratios(*compared["ratio"])["median"],
-        }
-        for name, pair in compared.items():
-            result[f"{name}_spread"] = ratios(*pair)
+        result: dict[str, object] = {one.key: round(one.median) for one in measured}
+        result["ratio"] = compared["ratio"]["median"]
+        result |= {f"{name}_spread": ratio for name, ratio in compared.items()}
+        result["budget_estimates"] = believed
+        result["repeats"] = args.repeats
         print(json.dumps(result))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from pdtrace import (
     RequestTrace,
     RingReader,
     Role,
+    StepKind,
     WaitReason,
     scan_rings,
 )
@@ -82,9 +84,17 @@ class Engine:
                 position=position,
                 blocker=blocker,
             )
+        begin_ns = time.monotonic_ns()
         for job in self._running:
             candidates = [follower for word, follower in job.pairs if word == job.output[-1]]
             job.output.append(random.choice(candidates or job.prompt))
+        self._recorder.step(  # ←
+            StepKind.DECODE,
+            [job.trace for job in self._running],
+            tokens=len(self._running),
+            begin_ns=begin_ns,
+            end_ns=time.monotonic_ns(),
+        )
         finished = [job for job in self._running if len(job.output) >= job.max_tokens]
         self._running = [job for job in self._running if job not in finished]
         for job in finished:

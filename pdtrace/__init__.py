@@ -19,6 +19,7 @@ from pdtrace.errors import (
 from pdtrace.propagation import RemoteParent, RequestContext, extract, inject
 from pdtrace.recorder import Recorder, RequestTrace
 from pdtrace.ring import (
+    ClockRecord,
     EndRecord,
     MarkRecord,
     OpenRecord,
@@ -27,10 +28,11 @@ from pdtrace.ring import (
     RingIdentity,
     RingPosition,
     RingReader,
+    StepRecord,
     WriterState,
     scan_rings,
 )
-from pdtrace.stages import Gauge, Kind, Mark, Mode, Outcome, Role, Stage, WaitReason
+from pdtrace.stages import Gauge, Kind, Mark, Mode, Outcome, Role, Stage, StepKind, WaitReason
 
 __version__ = "0.1.0"
 
@@ -38,6 +40,7 @@ __all__ = [
     "SYSTEM_CLOCK",
     "Clock",
     "ClockAnchor",
+    "ClockRecord",
     "EndRecord",
     "Gauge",
     "Kind",
@@ -65,6 +68,8 @@ __all__ = [
     "Role",
     "SourceError",
     "Stage",
+    "StepKind",
+    "StepRecord",
     "SystemClock",
     "WaitReason",
     "WriterState",

@@ -7,6 +7,7 @@
     trace.mark(Mark.PAGES_RESERVED, 12, 188)  # values in the order of MARKS[mark].attrs
     trace.abort(Outcome.CANCELLED, "client_disconnected", by="client")
     trace.end()                               # this process lets go of the attempt
+    recorder.step(StepKind.DECODE, traces, tokens=8, begin_ns=..., end_ns=...)  # a forward pass
     recorder.gauge(Gauge.KV_PAGES_FREE, 188)  # in place, readable while this process hangs
     recorder.close()                          # clean shutdown; without it the agent sees a death
 
@@ -21,9 +22,11 @@ Rules
 - After a fork the child records into a ring of its own, made at its first begin() or gauge().
   Requests begun before the fork stay the parent's: what the child marks on them is dropped and
   counted.
+- Recording keeps within a budget of CPU time: beyond it steps, waits and attributes are left out,
+  in this order, and counted (`pdtrace.budget`). Marks never are.
 - A finished file belongs to whoever collects it (`pdtrace agent`); nothing here deletes rings.
 
-Cost on one core of a 2020s server: about 1 µs a mark, 1.6 µs with four numbers
+Cost on one core of a 2020s server: about 0.8 µs a mark, 1.3 µs with four numbers, 2 µs a step
 (`benchmarks/bench_recording.py`, `benchmarks/LOG.md`).
 """
 
@@ -37,14 +40,12 @@ from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
-from pdtrace.budget import DEFAULT_BUDGET, ESSENTIAL_MARKS, Budget, Costs, Detail, Work, read_budget
+from pdtrace.budget import DEFAULT_BUDGET, Costs, Detail, read_budget
 from pdtrace.calibration import MEMBERS, measure_costs
 from pdtrace.clock import SYSTEM_CLOCK, Clock
 from pdtrace.errors import PdtraceError, RecordError, RingClosedError, RingCreateError
 from pdtrace.propagation import RequestContext
 from pdtrace.ring.codec import (
-    Encode,
-    build_bare_encoders,
     build_encoders,
     encode_clock,
     encode_open,
@@ -54,18 +55,10 @@ from pdtrace.ring.codec import (
 )
 from pdtrace.ring.files import create_ring
 from pdtrace.ring.identity import make_identity, resource_from_env
-from pdtrace.ring.layout import (
-    BARE_BYTES,
-    KIND_END,
-    MAX_STEP_MEMBERS,
-    RECORD_HEADER,
-    STEP_HEAD,
-    Counter,
-    ResourceValue,
-    RingCapacity,
-)
+from pdtrace.ring.layout import KIND_END, Counter, ResourceValue, RingCapacity
 from pdtrace.ring.records import Value
 from pdtrace.ring.writer import RingWriter
+from pdtrace.shedding import Shedding
 from pdtrace.stages import MARKS, Gauge, Mark, Outcome, Role, StepKind, WaitReason
 
 RAISE_VARIABLE = "PDTRACE_RAISE"
@@ -76,7 +69,7 @@ WAIT_REFRESH_NS = 100_000_000
 
 _FULL, _WAITS = int(Detail.FULL), int(Detail.WAITS)
 _SHED: tuple[int | None, ...] = ()  # numbers of a wait that was left out: equal to none
-_STEP_BYTES = RECORD_HEADER.size + STEP_HEAD.size
+_DROPPED = "dropped"  # logged once, as each kind of error is
 
 _logger = logging.getLogger(__name__)
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
@@ -100,6 +93,7 @@ class RequestTrace:
         "_now",
         "_numbers",
         "_recorder",
+        "_shedding",
         "_wait_ns",
         "context",
         "key",
@@ -116,8 +110,8 @@ class RequestTrace:
         opened_ns: int,
         *,
         append: Callable[[bytes], None],
-        encoders: Sequence[Encode | None],
         kinds: Sequence[int | None],
+        shedding: Shedding,
     ) -> None:
         self.context = context
         self.key = key
@@ -126,8 +120,9 @@ class RequestTrace:
         self.ring: RingWriter | None = None  # that knows this attempt; None once it has ended
         self._recorder = recorder
         self._append = append
-        self._encoders = encoders
+        self._encoders = shedding.encoders
         self._kinds = kinds
+        self._shedding = shedding
         self._attempt = min(max(context.attempt, 0), 2**32 - 1)
         self._now = recorder.clock.monotonic_ns
         self._fail = recorder.report
@@ -192,17 +187,17 @@ class RequestTrace:
                     return
             elif at_ns is None:
                 at_ns = self._now()
-            recorder = self._recorder
-            if recorder.detail < _WAITS:
+            shedding = self._shedding
+            if shedding.detail < _WAITS:
                 if cause != self._cause or self._numbers is not _SHED:
-                    recorder.shed_wait()
+                    shedding.shed_wait()
                 # Said again, and recorded if there is room by then, after WAIT_REFRESH_NS.
                 self._cause, self._numbers, self._wait_ns = cause, _SHED, at_ns
                 return
-            recorder.work.waits += 1
+            shedding.recorded_wait()
             blockers: str | None = None
             if isinstance(blocker, tuple):
-                blocker, blockers = recorder.name_blockers(blocker)
+                blocker, blockers = self._recorder.name_blockers(blocker)
         except Exception as error:  # the guard: telemetry never reaches the request
             self._fail(error)
             return
@@ -263,8 +258,6 @@ class Recorder:
     path      the ring file, None for memory or when disabled
     clock_id  `<host id>/<boot id>`: processes with equal ones share CLOCK_MONOTONIC; "" when
               disabled
-    detail    what is recorded (`pdtrace.budget.Detail`)
-    work      what was recorded and left out, for the budget
     """
 
     enabled = True
@@ -287,22 +280,15 @@ class Recorder:
         """Errors that the guard swallowed, also those after close()."""
         self.dropped = 0
         """In a forked child: what it recorded on its parent's requests, with or without a ring."""
-        self.detail = _FULL
-        self.work = Work()
         self._make_ring = make_ring
         self._raise_errors = raise_errors
         self._logged: set[str] = set()
         self._next_key = 1
         self._steps = 0
         self._live: dict[int, RequestTrace] = {}  # oldest OPEN record first
-        self._full_encoders = build_encoders(
-            role, on_error=self.report, on_truncated=self._count_truncated
-        )
-        self._encoders = list(self._full_encoders)  # those in force, shared by all traces
-        self._kinds = [None if one is None else kind for kind, one in enumerate(self._encoders)]
-        self._share = budget
-        self._warned_of_budget = False
-        self._budget: Budget | None = None
+        encoders = build_encoders(role, on_error=self.report, on_truncated=self._count_truncated)
+        self._kinds = [None if one is None else kind for kind, one in enumerate(encoders)]
+        self._shedding = Shedding(instance, encoders, share=budget, costs=recording_costs)
         self._closed = False
         self._ring: RingWriter | None = None
         self._attach_ring()
@@ -372,16 +358,16 @@ class Recorder:
         ring = self._ring
         if ring is None:
             ring = self._attach_ring_after_fork()
-        elif self.detail < _FULL and at_ns is None:
-            self._look(opened_ns)
+        elif opened_ns >= self._shedding.due_ns:
+            self._look()
         trace = RequestTrace(
             self,
             context,
             key,
             opened_ns,
             append=self._refuse if ring is None else ring.append,
-            encoders=self._encoders,
             kinds=self._kinds,
+            shedding=self._shedding,
         )
         try:
             truncated = trace.write_open()
@@ -413,8 +399,10 @@ class Recorder:
         """
         number = self._steps = self._steps + 1
         try:
-            if self.detail < _FULL:
-                self._shed_step(len(traces))
+            if self._shedding.detail < _FULL:
+                self._shedding.shed_step(len(traces))
+                if end_ns >= self._shedding.due_ns:
+                    self._look()
                 return number
             ring = self._writer()
             members = [trace.key for trace in traces if trace.ring is ring]
@@ -422,8 +410,7 @@ class Recorder:
                 kind, number, begin_ns, end_ns, tokens=tokens, members=members, size=len(traces)
             )
             ring.append(body)
-            self.work.steps += 1
-            self.work.members += len(members)
+            self._shedding.recorded_step(len(members))
         except Exception as error:  # the guard: telemetry never reaches the request
             self.report(error)
         return number
@@ -519,20 +506,16 @@ class Recorder:
             self._ring.count(Counter.TRUNCATED, left_out)
         return ids[0], joined
 
-    def shed_wait(self) -> None:
-        """Count a wait that is left out; for `RequestTrace`."""
-        self.work.shed_waits += 1
-        if self._ring is not None:
-            self._ring.count(Counter.SHED_WAITS)
-
     def leave_to_parent(self) -> None:
         """In a forked child: touch the parent's ring no more."""
         if self._ring is not None:
             self._ring.abandon()
             self._ring = None
         self.path = None
+        self._shedding.detach()
         self._steps = 0
         self.dropped = 0
+        self._logged.discard(_DROPPED)
         for trace in self._live.values():
             trace.detach(self._drop)
         self._live.clear()
@@ -542,64 +525,18 @@ class Recorder:
         ring.on_block = self._on_block
         self._ring = ring
         self.clock_id = ring.identity.clock_id
-        self.work = Work()
-        if self._share is not None:
-            self._budget = Budget(self._share, recording_costs(), now_ns=self.clock.monotonic_ns())
-            self._keep_detail(Detail.FULL)
-            ring.gauges[Gauge.RECORDING_SHARE_PPM] = 0
+        self._shedding.attach(ring, self.clock.monotonic_ns())
         return ring
 
     def _on_block(self) -> None:
         self._repeat_opens()
-        if self._budget is not None:
-            try:
-                self._look(self.clock.monotonic_ns())
-            except Exception as error:  # the guard: the record that turned the block is not lost
-                self.report(error)
+        self._look()
 
-    def _look(self, now_ns: int) -> None:
-        """Let the budget say how much detail there is from here on."""
-        budget, ring, work = self._budget, self._ring, self.work
-        if budget is None or ring is None:
-            return
-        work.records = ring.written
-        steps_bytes = work.steps * _STEP_BYTES + work.members * 8
-        work.bytes = ring.reach - steps_bytes - (work.records - work.steps) * BARE_BYTES
-        if budget.look(now_ns, work):
-            if not self._warned_of_budget:
-                self._warned_of_budget = True
-                _logger.warning(
-                    "recording of %s takes more than its budget of %g of a core: detail goes down "
-                    "to %s; what is left out is counted in the ring (gauge RECORDING_DETAIL)",
-                    self.instance,
-                    self._share,
-                    budget.detail.name,
-                )
-            self._keep_detail(budget.detail)
-        ring.gauges[Gauge.RECORDING_SHARE_PPM] = round(budget.share * 1e6)
-
-    def _keep_detail(self, detail: Detail) -> None:
-        if detail is Detail.ESSENTIAL:
-            self._encoders[:] = build_bare_encoders(
-                self._full_encoders, ESSENTIAL_MARKS, self._shed_attributes
-            )
-        elif self.detail == Detail.ESSENTIAL:
-            self._encoders[:] = self._full_encoders
-        self.detail = int(detail)
-        if self._ring is not None:
-            self._ring.gauges[Gauge.RECORDING_DETAIL] = self.detail
-
-    def _shed_step(self, size: int) -> None:
-        self.work.shed_steps += 1
-        self.work.shed_members += min(size, MAX_STEP_MEMBERS)
-        if self._ring is not None:
-            self._ring.count(Counter.SHED_STEPS)
-            self._look(self.clock.monotonic_ns())
-
-    def _shed_attributes(self) -> None:
-        self.work.shed_attributes += 1
-        if self._ring is not None:
-            self._ring.count(Counter.SHED_ATTRIBUTES)
+    def _look(self) -> None:
+        try:
+            self._shedding.look(self.clock.monotonic_ns())
+        except Exception as error:  # the guard: telemetry never reaches the request
+            self.report(error)
 
     def _writer(self) -> RingWriter:
         ring = self._ring or self._attach_ring_after_fork()
@@ -646,8 +583,8 @@ class Recorder:
         self.dropped += 1
         if self._ring is not None:
             self._ring.count(Counter.DROPPED)
-        if "dropped" not in self._logged:
-            self._logged.add("dropped")
+        if _DROPPED not in self._logged:
+            self._logged.add(_DROPPED)
             _logger.warning(
                 "%s: a forked child recorded on a request that its parent began; that is dropped, "
                 "and further records are only counted",
@@ -669,6 +606,9 @@ def _refusal(role: Role, mark: int) -> str:
         return f"{mark!r} is no mark; see pdtrace.stages.Mark"
     roles = ", ".join(sorted(MARKS[Mark(mark)].roles))
     return f"a {role} process does not record {Mark(mark).name}; {roles} does"
+
+
+_NOTHING_SHED = Shedding("", ())
 
 
 class _DisabledTrace(RequestTrace):
@@ -700,11 +640,11 @@ class _DisabledRecorder(Recorder):
         self.errors = 0
         self.dropped = 0
         self.clock_id = ""
-        self.detail = _FULL
-        self.work = Work()
 
     def begin(self, context: RequestContext, *, at_ns: int | None = None) -> RequestTrace:
-        return _DisabledTrace(self, context, 0, 0, append=_refuse_ended, encoders=[], kinds=[])
+        return _DisabledTrace(
+            self, context, 0, 0, append=_refuse_ended, kinds=(), shedding=_NOTHING_SHED
+        )
 
     def step(
         self,

@@ -66,6 +66,7 @@ def test_commands_explain_the_request_that_the_page_records(folder: Path) -> Non
 
 def test_names_in_the_page_exist() -> None:
     import pdtrace
+    from pdtrace.ring import Counter
 
     for name in re.findall(r"`(?:Recorder|Mode|Outcome|RequestContext|Role)\.(\w+)", PAGE):
         owners = (pdtrace.Recorder, pdtrace.Mode, pdtrace.Outcome, pdtrace.RequestContext)
@@ -77,3 +78,10 @@ def test_names_in_the_page_exist() -> None:
     of_the_sdk = {"OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_EXPORTER_OTLP_HEADERS"}
     for variable in re.findall(r"`(OTEL_[A-Z_]+)`", PAGE):
         assert variable in ours or variable in of_the_sdk
+    sources = "".join(path.read_text() for path in (ROOT / "pdtrace").rglob("*.py"))
+    for variable in set(re.findall(r"PDTRACE_[A-Z_]+", PAGE)):
+        assert f'"{variable}"' in sources
+    assert {f"{one}" for one in re.findall(r"`((?:SHED|RECORDING)_[A-Z_]+)`", PAGE)} == {
+        *(one.name for one in Counter if one.name.startswith("SHED")),
+        *(one.name for one in pdtrace.Gauge if one.name.startswith("RECORDING")),
+    }

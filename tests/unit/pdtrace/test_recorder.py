@@ -803,6 +803,10 @@ class Busy:
             self.records += self.rings.records(Role.DECODE)
 
     @property
+    def detail(self) -> Detail:
+        return Detail(self.reader.gauges()[Gauge.RECORDING_DETAIL])
+
+    @property
     def reader(self) -> RingReader:
         return self.rings.reader(Role.DECODE)
 
@@ -867,7 +871,7 @@ def test_beyond_it_detail_is_left_out_and_counted(
 def test_what_a_trace_cannot_do_without_is_recorded_at_the_lowest_level():
     busy = Busy()
     busy.run(1000, marks=50)
-    assert busy.recorder.detail == Detail.ESSENTIAL
+    assert busy.detail is Detail.ESSENTIAL
     assert isinstance(busy.records[-1], MarkRecord)
     assert busy.records[-1].values == (None, None)
     busy.trace.mark(Mark.DECODE_FINISHED, 17, "stop", 0)
@@ -885,7 +889,7 @@ def test_what_a_trace_cannot_do_without_is_recorded_at_the_lowest_level():
 def test_detail_comes_back_when_the_load_has_gone_without_a_block_to_fill():
     busy = Busy()
     busy.run(1000, marks=50, steps=1, waits=1)
-    assert busy.recorder.detail == Detail.ESSENTIAL
+    assert busy.detail is Detail.ESSENTIAL
     steps = busy.recorder.step(StepKind.DECODE, [], tokens=0, begin_ns=0, end_ns=0)
     assert steps == 1001  # a step that is left out has its number
     waiting = busy.recorder.begin(CONTEXT)
@@ -895,7 +899,7 @@ def test_detail_comes_back_when_the_load_has_gone_without_a_block_to_fill():
         busy.clock.advance(s=1)
         busy.recorder.begin(CONTEXT).end()
         waiting.wait("decode.queue", WaitReason.SLOTS, needed=1, free=0)
-    assert busy.recorder.detail == Detail.FULL
+    assert busy.detail is Detail.FULL
     busy.run(1, marks=1, steps=1)
     assert busy.recorded(StepRecord) == 1
     step = next(one for one in busy.records if isinstance(one, StepRecord))
