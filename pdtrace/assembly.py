@@ -30,7 +30,6 @@ from pdtrace.evidence import (
     derived_span_id,
     first_of,
 )
-from pdtrace.ring.records import Value
 from pdtrace.spans import AttrValue, Link, Span, SpanKind
 from pdtrace.stages import (
     ATTEMPT_SPAN,
@@ -533,25 +532,36 @@ class _Assembly:
 def _paired(
     begins: Sequence[Stamp], finishes: Sequence[Stamp]
 ) -> Iterable[tuple[Stamp, Stamp | None]]:
-    """Each begin with its finish: by chunk index where one is recorded, else in order of time."""
-    waiting: dict[Value, list[Stamp]] = {}
+    """Each begin with its finish: by chunk index where both have one, else in order of time."""
+    waiting: dict[int | None, list[Stamp]] = {}
     for finish in finishes:
         waiting.setdefault(_chunk_index(finish), []).append(finish)
     for begin in begins:
         index = _chunk_index(begin)
-        queue = waiting.get(index)
-        if queue and index is None:
-            # A finish without a begin (its record was lost) pairs with nothing later.
-            while queue and queue[0].t_ns < begin.t_ns:
-                queue.pop(0)
+        queue = waiting.get(index) if index is not None else None
+        if queue:
+            yield begin, queue.pop(0)
+            continue
+        if index is None:
+            queue = min((q for q in waiting.values() if q), key=_first_ns, default=None)
+        else:
+            queue = waiting.get(None)
+        # A finish without a begin (its record was lost) pairs with nothing later.
+        while queue and queue[0].t_ns < begin.t_ns:
+            queue.pop(0)
         yield begin, queue.pop(0) if queue else None
 
 
-def _chunk_index(stamp: Stamp) -> Value:
+def _first_ns(queue: Sequence[Stamp]) -> int:
+    return queue[0].t_ns
+
+
+def _chunk_index(stamp: Stamp) -> int | None:
     position = _CHUNK_ATTRS[stamp.mark]
     if position is None or position >= len(stamp.values):
         return None
-    return stamp.values[position]
+    value = stamp.values[position]
+    return value if isinstance(value, int) else None
 
 
 def _root_name(attributes: Mapping[str, AttrValue]) -> str:
