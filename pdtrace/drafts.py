@@ -5,7 +5,7 @@ Owns alignment (ADR 001) and which of a mark's attributes go on a span. Knows no
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from pdtrace import semconv as a
 from pdtrace.alignment import SAME_CLOCK, Alignment
@@ -14,20 +14,24 @@ from pdtrace.evidence import End, Stamp
 from pdtrace.ring.codec import ID_SEPARATOR
 from pdtrace.ring.records import Value
 from pdtrace.spans import AttrValue, Event, Link, Span, SpanKind, StatusCode
-from pdtrace.stages import MARKS
+from pdtrace.stages import MARKS, Mark
 
 CHAIN_GAP_NS = 1_000
 SIDE_GAP_NS = 2_000
 """How far before its end mark a span ends: chain stages and stages beside the chain (ADR 001)."""
 
+_BEGIN_KEY, _END_KEY = a.BEGIN_NS.key, a.END_NS.key
 
-@dataclass(slots=True, kw_only=True)
-class Draft:
+
+class Draft(msgspec.Struct, eq=False, gc=False):
     """A span in the making, on the common clock.
 
     wall_offset_ns  from the common clock to Unix time: by the gateway's anchor or, for a process of
                     another host, by its own, so that its clock shows as it stood
     alignment       from the process's own clock to the common one
+    shown_until_ns  where the exported span ends at the latest; its exact end is recorded all the
+                    same
+    events, links   empty until there is one: most spans have none
     """
 
     name: str
@@ -38,13 +42,12 @@ class Draft:
     end_ns: int
     gap_ns: int
     wall_offset_ns: int
+    attributes: dict[str, AttrValue]
+    kind: SpanKind = SpanKind.INTERNAL
     alignment: Alignment = SAME_CLOCK
     shown_until_ns: int | None = None
-    """Where the exported span ends at the latest; its exact end is recorded all the same."""
-    kind: SpanKind = SpanKind.INTERNAL
-    attributes: dict[str, AttrValue] = field(default_factory=dict[str, AttrValue])
-    events: list[Event] = field(default_factory=list[Event])
-    links: list[Link] = field(default_factory=list[Link])
+    events: tuple[Event, ...] = ()
+    links: tuple[Link, ...] = ()
     status: StatusCode = StatusCode.UNSET
     status_message: str = ""
 
@@ -63,30 +66,32 @@ class Draft:
             self.status_message = end.reason or end.outcome
             self.attributes[a.ERROR_TYPE.key] = end.reason or end.outcome
 
-    @property
     def shown_end_ns(self) -> int:
         """Where the exported span ends unless that is before its start: Unix time, whole
         microseconds, `gap_ns` before its mark."""
         until_ns = self.end_ns
-        if self.shown_until_ns is not None:
-            until_ns = min(until_ns, self.shown_until_ns)
-        return max(until_ns + self.wall_offset_ns, 0) // 1_000 * 1_000 - self.gap_ns
+        if self.shown_until_ns is not None and self.shown_until_ns < until_ns:
+            until_ns = self.shown_until_ns
+        wall_ns = until_ns + self.wall_offset_ns
+        return (wall_ns - wall_ns % 1_000 if wall_ns > 0 else 0) - self.gap_ns
 
     def add_event(self, name: str, t_ns: int, attributes: dict[str, AttrValue]) -> None:
         """Something that happened at `t_ns` of the common clock."""
         wall_ns = t_ns + self.wall_offset_ns
-        self.events.append(Event(name=name, time_ns=wall_ns, attributes=attributes))
+        self.events += (Event(name=name, time_ns=wall_ns, attributes=attributes),)
 
     def span(self, request: CollectedRequest) -> Span:
         """The finished span: in wall time, aligned to microseconds."""
-        start_ns = max(self.begin_ns + self.wall_offset_ns, 0) // 1_000 * 1_000
-        end_ns = self.shown_end_ns
-        self.attributes[a.BEGIN_NS.key] = self.begin_ns
-        self.attributes[a.END_NS.key] = self.end_ns
+        start_ns = self.begin_ns + self.wall_offset_ns
+        start_ns = start_ns - start_ns % 1_000 if start_ns > 0 else 0
+        end_ns = self.shown_end_ns()
+        attributes = self.attributes
+        attributes[_BEGIN_KEY] = self.begin_ns
+        attributes[_END_KEY] = self.end_ns
         if self.alignment is not SAME_CLOCK:
-            self.attributes[a.CLOCK_OFFSET_NS.key] = self.alignment.offset_ns
+            attributes[a.CLOCK_OFFSET_NS.key] = self.alignment.offset_ns
             if self.alignment.error_ns is not None:
-                self.attributes[a.CLOCK_ERROR_NS.key] = self.alignment.error_ns
+                attributes[a.CLOCK_ERROR_NS.key] = self.alignment.error_ns
         return Span(
             trace_id=request.trace_id,
             span_id=self.span_id,
@@ -94,42 +99,59 @@ class Draft:
             name=self.name,
             kind=self.kind,
             start_ns=start_ns,
-            end_ns=max(end_ns, start_ns),
+            end_ns=end_ns if end_ns > start_ns else start_ns,
             resource=self.leg.process.resource,
-            attributes=self.attributes,
-            events=tuple(self.events),
-            links=tuple(self.links),
+            attributes=attributes,
+            events=self.events,
+            links=self.links,
             status=self.status,
             status_message=self.status_message,
             trace_state=request.trace_state,
         )
 
 
-def set_attribute(attributes: dict[str, AttrValue], attr: a.Attr, value: Value) -> None:
+def _on_span(attr: a.Attr) -> bool:
+    """gen_ai.* and http.* describe the request, so they stand on the root alone."""
+    return not attr.key.startswith(("gen_ai.", "http."))
+
+
+_STRING_LISTS = frozenset({a.FINISH_REASON.key, a.WAIT_BLOCKERS.key})
+_KEYS = {mark: tuple(attr.key for attr in spec.attrs) for mark, spec in MARKS.items()}
+_SPAN_KEYS: dict[Mark, tuple[str | None, ...]] = {
+    mark: tuple(attr.key if _on_span(attr) else None for attr in spec.attrs)
+    if any(map(_on_span, spec.attrs))
+    else ()
+    for mark, spec in MARKS.items()
+}
+"""Keys by place; None for what does not belong on a stage's span."""
+
+
+def set_attribute(attributes: dict[str, AttrValue], key: str, value: Value) -> None:
     """Sets an attribute unless nothing was recorded for it."""
     if value is None:
         return
-    if attr is a.FINISH_REASON:  # the convention's type is string[]; a request has one choice here
-        attributes[attr.key] = (str(value),)
-    elif attr is a.WAIT_BLOCKERS:
-        attributes[attr.key] = tuple(str(value).split(ID_SEPARATOR))
-    else:
-        attributes[attr.key] = value
+    if key not in _STRING_LISTS:
+        attributes[key] = value
+    elif key == a.WAIT_BLOCKERS.key:
+        attributes[key] = tuple(str(value).split(ID_SEPARATOR))
+    else:  # the convention's type is string[]; a request has one choice here
+        attributes[key] = (str(value),)
 
 
 def put_attributes(draft: Draft, stamp: Stamp, *, overwrite: bool = True) -> None:
-    """Copies a mark's attributes. gen_ai.* and http.* describe the request, so only the root's."""
-    for attr, value in zip(MARKS[stamp.mark].attrs, stamp.values, strict=False):
-        if attr.key.startswith(("gen_ai.", "http.")):
-            continue
-        if overwrite or attr.key not in draft.attributes:
-            set_attribute(draft.attributes, attr, value)
+    """Copies those of a mark's attributes that belong on a stage's span."""
+    attributes = draft.attributes
+    for key, value in zip(_SPAN_KEYS[stamp.mark], stamp.values, strict=False):
+        if value is not None and key is not None and (overwrite or key not in attributes):
+            set_attribute(attributes, key, value)
 
 
 def mark_attributes(stamp: Stamp, *, leave_out: a.Attr | None = None) -> dict[str, AttrValue]:
     """All that a mark carries, by attribute key."""
     attributes: dict[str, AttrValue] = {}
-    for attr, value in zip(MARKS[stamp.mark].attrs, stamp.values, strict=False):
-        if attr is not leave_out:
-            set_attribute(attributes, attr, value)
+    for key, value in zip(_KEYS[stamp.mark], stamp.values, strict=False):
+        if value is not None:
+            set_attribute(attributes, key, value)
+    if leave_out is not None:
+        attributes.pop(leave_out.key, None)
     return attributes

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from hashlib import blake2b
 from operator import attrgetter
+
+import msgspec
 
 from pdtrace import semconv as a
 from pdtrace.alignment import SAME_CLOCK, Alignment, align
@@ -41,12 +44,18 @@ REPEATABLE_MARKS = frozenset({Mark.WAITING, Mark.ABORTED, Mark.TOKEN_GAP}) | {
 }
 
 
+_by_time = attrgetter("t_ns")
+
+
 def place_of(mark: Mark, attr: a.Attr) -> int:
     """Where an attribute stands among a mark's values; beyond them if the mark lacks it."""
     attrs = MARKS[mark].attrs
     return attrs.index(attr) if attr in attrs else len(attrs)
 
 
+_PLACES = {
+    mark: {attr.key: place for place, attr in enumerate(spec.attrs)} for mark, spec in MARKS.items()
+}
 _BLOCKERS_AT = {
     mark: (place_of(mark, a.WAIT_BLOCKER), place_of(mark, a.WAIT_BLOCKERS))
     for mark in (Mark.WAITING, Mark.TOKEN_GAP)
@@ -73,8 +82,7 @@ BEGIN_MARKS = _begin_marks()
 """Marks that open each chain stage, by mode and stage name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
+class Stamp(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A mark on the request's common clock, with its source."""
 
     mark: Mark
@@ -88,10 +96,10 @@ class Stamp:
         return self.leg.process.role
 
     def value(self, attr: a.Attr) -> Value:
-        for spec, value in zip(MARKS[self.mark].attrs, self.values, strict=False):
-            if spec is attr:
-                return value
-        return None
+        place = _PLACES[self.mark].get(attr.key)
+        if place is None or place >= len(self.values):
+            return None
+        return self.values[place]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,28 +141,30 @@ class Attempt:
     stamps: list[Stamp] = field(default_factory=list[Stamp])
     duplicates: list[str] = field(default_factory=list[str])
 
-    def add(self, stamp: Stamp) -> None:
-        self.stamps.append(stamp)
-        if stamp.mark in REPEATABLE_MARKS:
-            self.repeated.setdefault(stamp.mark, []).append(stamp)
-        elif stamp.mark in self.first:
-            self.duplicates.append(stamp.mark.name.lower())
-        if stamp.mark not in self.first:
-            self.first[stamp.mark] = stamp
-
     @property
     def has_begun(self) -> bool:
-        return any(mark not in REQUEST_MARKS for mark in self.first)
+        return not REQUEST_MARKS.issuperset(self.first)
 
 
-def derived_span_id(path: str) -> str:
+@cache
+def _salt(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
+
+
+def derived_span_id(base: int, name: str) -> str:
     """A span id that is the same whenever the same request is assembled: 16 hex digits.
 
-    path  what tells the span from all others; beginning with the root's id, which the gateway draws
-          from the operating system's entropy, it makes ids that are as random
+    base  of the attempt (`span_id_base`): drawn from the ids that the gateway made
+    name  what tells the span from the attempt's others. The digests of two names differ, so two
+          spans of one attempt never have the same id; those of two attempts are as random as theirs
     """
-    digest = blake2b(path.encode(), digest_size=8).hexdigest()
-    return digest if digest != "0" * 16 else "0" * 15 + "1"
+    return f"{(base ^ _salt(name)) or 1:016x}"
+
+
+def span_id_base(root_span_id: str, attempt_span_id: str) -> int:
+    """64 bits that stand for an attempt, as random as the ids that they are made of."""
+    digest = blake2b(f"{root_span_id}/{attempt_span_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest)
 
 
 class Evidence:
@@ -169,13 +179,13 @@ class Evidence:
         for leg in legs:
             if leg.clock is not None:
                 self._own_clocks.setdefault(leg.process.clock_id, []).append(leg.clock)
-        self.stamps = sorted(
-            (stamp for leg in legs for stamp in self._stamps(leg)), key=attrgetter("t_ns")
-        )
+        self._aligned: dict[tuple[int, int], Alignment] = {}  # of a leg's marks, by where they lie
+        self.stamps: list[Stamp] = []
+        for leg in legs:
+            self._add_stamps(leg)
+        self.stamps.sort(key=_by_time)
         self.attempts = self._group()
-        self.first: dict[Mark, Stamp] = {}
-        for stamp in self.stamps:
-            self.first.setdefault(stamp.mark, stamp)
+        self.first = self._first_of_all()
         self.mode = self._mode()
         tokenized = self.first.get(Mark.TOKENIZED)
         self.streams = tokenized is None or tokenized.value(a.STREAM) is not False
@@ -213,10 +223,11 @@ class Evidence:
 
     def alignment_at(self, leg: Leg, t_ns: int) -> Alignment:
         """The same for a time that is on the request's clock already."""
-        alignment = SAME_CLOCK
-        if self.is_foreign(leg):
-            alignment = self.alignment(leg, self._raw_ns(leg, t_ns))
-        return alignment
+        if not self.is_foreign(leg):
+            return SAME_CLOCK
+        # While a clock is being set, several of its times fall together here.
+        known = self._aligned.get((id(leg), t_ns))
+        return self.alignment(leg, self._raw_ns(leg, t_ns)) if known is None else known
 
     def _raw_ns(self, leg: Leg, t_ns: int) -> int:
         by_anchor = t_ns - self.alignment(leg, t_ns).offset_ns
@@ -232,29 +243,56 @@ class Evidence:
             doubt_ns += error_ns
         return doubt_ns
 
-    def _stamps(self, leg: Leg) -> Iterable[Stamp]:
-        foreign = self.is_foreign(leg)
-        for record in leg.marks:
-            attempt = max(record.attempt, 1)
-            offset_ns = self.alignment(leg, record.t_ns).offset_ns if foreign else 0
-            yield Stamp(record.mark, record.t_ns + offset_ns, record.values, leg, attempt)
+    def _add_stamps(self, leg: Leg) -> None:
+        add = self.stamps.append
+        if self.is_foreign(leg):
+            for record in leg.marks:
+                alignment = self.alignment(leg, record.t_ns)
+                t_ns = record.t_ns + alignment.offset_ns
+                here = id(leg), t_ns
+                self._aligned[here] = _worse(alignment, self._aligned.get(here))
+                add(Stamp(record.mark, t_ns, record.values, leg, record.attempt or 1))
+        else:
+            for record in leg.marks:
+                add(Stamp(record.mark, record.t_ns, record.values, leg, record.attempt or 1))
 
     def _group(self) -> dict[int, Attempt]:
         attempts: dict[int, Attempt] = {}
         for stamp in self.stamps:
-            number = stamp.attempt
-            if number not in attempts:
+            number, mark = stamp.attempt, stamp.mark
+            attempt = attempts.get(number)
+            if attempt is None:
                 unknown = End(t_ns=stamp.t_ns, outcome="", reason=None, by=None, leg=stamp.leg)
-                attempts[number] = Attempt(number, self._ids(number), unknown)
-            attempts[number].add(stamp)
-        return dict(sorted(attempts.items()))
+                attempt = attempts[number] = Attempt(number, self._ids(number), unknown)
+            attempt.stamps.append(stamp)
+            if mark in attempt.first:
+                if mark in REPEATABLE_MARKS:
+                    attempt.repeated[mark].append(stamp)
+                else:
+                    attempt.duplicates.append(mark.name.lower())
+                continue
+            attempt.first[mark] = stamp
+            if mark in REPEATABLE_MARKS:
+                attempt.repeated[mark] = [stamp]
+        return attempts if len(attempts) == 1 else dict(sorted(attempts.items()))
+
+    def _first_of_all(self) -> Mapping[Mark, Stamp]:
+        first: dict[Mark, Stamp] = {}
+        if len(self.attempts) == 1:
+            [attempt] = self.attempts.values()
+            first.update(attempt.first)
+        else:
+            for stamp in self.stamps:
+                first.setdefault(stamp.mark, stamp)
+        return first
 
     def _ids(self, number: int) -> AttemptIds:
         known = self.request.attempts.get(number)
         if known is not None:
             return known
         root = self.request.root_span_id
-        return AttemptIds(span_id=derived_span_id(f"{root}/{ATTEMPT_SPAN}/{number}"))
+        base = span_id_base(root, ATTEMPT_SPAN)
+        return AttemptIds(span_id=derived_span_id(base, str(number)))
 
     def _mode(self) -> Mode:
         tokenized = self.first.get(Mark.TOKENIZED)
@@ -307,8 +345,8 @@ class Evidence:
             return 0
         end_ns = min(finished.t_ns, self.end.t_ns)
         values = finished.values if finished.mark is Mark.DECODE_FINISHED else ()
-        first[Mark.DECODE_FINISHED] = replace(
-            finished, mark=Mark.DECODE_FINISHED, t_ns=end_ns, values=values
+        first[Mark.DECODE_FINISHED] = Stamp(
+            Mark.DECODE_FINISHED, end_ns, values, finished.leg, finished.attempt
         )
         return finished.t_ns - end_ns
 
@@ -452,6 +490,13 @@ class Evidence:
         return True
 
 
+def _worse(one: Alignment, other: Alignment | None) -> Alignment:
+    """Of two of the same process the one that is known less well."""
+    if other is None or one.error_ns is None:
+        return one
+    return other if other.error_ns is None or other.error_ns > one.error_ns else one
+
+
 def blocker_names(mark: Mark, values: Sequence[Value]) -> tuple[str, ...]:
     """Requests that a WAITING or TOKEN_GAP mark names, most important first, each once."""
     first_at, all_at = _BLOCKERS_AT[mark]
@@ -464,7 +509,11 @@ def blocker_names(mark: Mark, values: Sequence[Value]) -> tuple[str, ...]:
 
 
 def first_of(marks: Mapping[Mark, Stamp], wanted: Sequence[Mark]) -> Stamp | None:
-    return next((marks[mark] for mark in wanted if mark in marks), None)
+    for mark in wanted:
+        stamp = marks.get(mark)
+        if stamp is not None:
+            return stamp
+    return None
 
 
 def ending_of(stamp: Stamp) -> End:
