@@ -284,10 +284,13 @@ def _other_limit(skew: Skew) -> int | None:
 
 
 def _spread_doubt(chain: Sequence[Placed]) -> None:
-    """A stage that another process began is as uncertain as the end of the one before it."""
+    """A stage begins with the end of the one before it, and is as uncertain as that where another
+    process recorded it, or the same one whose clock was set meanwhile."""
     before: Placed | None = None
     for item in chain:
-        if before is not None and item.stage.name in _BEGUN_ELSEWHERE:
+        if before is not None and (
+            item.stage.name in _BEGUN_ELSEWHERE or item.clock == before.clock != OWN_CLOCK
+        ):
             known = item.error is not None and before.error is not None
             item.error = max(item.error or 0, before.error or 0) if known else None
         if item.stage.name != FIRST_TOKEN_HOP:
