@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 from pdtrace import semconv as a
 from pdtrace.collected import CollectedRequest, Leg
@@ -29,6 +30,7 @@ from pdtrace.evidence import (
     blocker_names,
     derived_span_id,
     first_of,
+    span_id_base,
 )
 from pdtrace.spans import AttrValue, Link, Span, SpanKind
 from pdtrace.stages import (
@@ -51,7 +53,16 @@ MAX_WAIT_EVENTS = 64
 
 MAX_BLOCKER_LINKS = 8
 
-_OUTCOME_ATTRS = frozenset({a.OUTCOME.key, a.OUTCOME_REASON.key, a.OUTCOME_BY.key})
+_OUTCOME_ATTRS = frozenset({a.OUTCOME, a.OUTCOME_REASON, a.OUTCOME_BY})
+_ROOT_KEYS: Mapping[Mark, tuple[str | None, ...]] = {
+    mark: tuple(
+        attr.key if attr.on_root and attr not in _OUTCOME_ATTRS else None for attr in spec.attrs
+    )
+    if any(attr.on_root for attr in spec.attrs)
+    else ()
+    for mark, spec in MARKS.items()
+}
+"""Keys by place; None for what is not copied to the root."""
 _STEPS_OF = {"prefill.compute": StepKind.PREFILL, "decode.generate": StepKind.DECODE}
 _CHUNK_ATTRS = {
     mark: next((i for i, attr in enumerate(spec.attrs) if attr is a.CHUNK_INDEX), None)
@@ -81,6 +92,25 @@ _SIDE = {
 }
 
 
+class _Plan(NamedTuple):
+    """What all spans of a stage have in common, in one mode."""
+
+    gap_ns: int
+    kind: SpanKind
+    attributes: dict[str, AttrValue]
+
+
+def _plan(stage: Stage, mode: Mode) -> _Plan:
+    return _Plan(
+        gap_ns=CHAIN_GAP_NS if stage.name in _CHAIN_NAMES[mode] else SIDE_GAP_NS,
+        kind=SpanKind.SERVER if stage.server else SpanKind.INTERNAL,
+        attributes={a.STAGE.key: stage.name, a.STAGE_KIND.key: stage.kind.value},
+    )
+
+
+_PLANS = {mode: {stage.name: _plan(stage, mode) for stage in STAGES} for mode in Mode}
+
+
 def assemble(request: CollectedRequest) -> list[Span]:
     """The spans of `request`, root first where this host's gateway recorded it, then by start.
 
@@ -103,6 +133,15 @@ class _Assembly:
         self.wall_offset_ns = anchor.wall_ns - anchor.monotonic_ns
         self.mode = evidence.mode
         self.landing = _LANDING[self.mode]
+        self.plans = _PLANS[self.mode]
+        self.identities = {
+            attempt.number: self._identity(attempt) for attempt in evidence.attempts.values()
+        }
+        root = request.root_span_id
+        self.id_bases = {
+            attempt.number: span_id_base(root, attempt.ids.span_id)
+            for attempt in evidence.attempts.values()
+        }
         self.chain_names = _CHAIN_NAMES[self.mode]
         self.drafts: dict[tuple[int, str], list[Draft]] = {}
         self.homeless: dict[int, list[Stamp]] = {}
@@ -185,13 +224,13 @@ class _Assembly:
         for (number, name), drafts in self.drafts.items():
             ends_with_answer = STAGE_BY_NAME[name].end is Mark.FIRST_TOKEN_SENT
             if name in self.chain_names and not (ends_with_answer and not self.evidence.streams):
-                chain_ends.update(draft.shown_end_ns for draft in drafts)
+                chain_ends.update(draft.shown_end_ns() for draft in drafts)
             else:
                 beside += ((number, draft) for draft in drafts)
         for number, draft in beside:
             draft.gap_ns = SIDE_GAP_NS
             draft.shown_until_ns = self.evidence.attempts[number].end.t_ns
-            while draft.shown_end_ns in chain_ends:
+            while draft.shown_end_ns() in chain_ends:
                 draft.gap_ns += CHAIN_GAP_NS
 
     def _owner(self, stage: Stage, end: End) -> Leg:
@@ -244,7 +283,7 @@ class _Assembly:
             begin_ns = stamp.t_ns - round(min(seconds, 1e9) * 1e9)
             draft = self._draft(stage, attempt, stamp.leg, begin_ns, stamp.t_ns, index=index)
             put_attributes(draft, stamp)
-            draft.links += self._blocker_links([stamp])
+            draft.links += tuple(self._blocker_links([stamp]))
 
     def _draft(
         self,
@@ -257,30 +296,31 @@ class _Assembly:
         finish: Stamp | None = None,
         index: int = 0,
     ) -> Draft:
-        in_chain = stage.name in self.chain_names
+        plan = self.plans[stage.name]
+        number, name = attempt.number, stage.name
         begin_ns = begin if isinstance(begin, int) else begin.t_ns
         draft = Draft(
-            name=stage.name,
-            span_id=derived_span_id(
-                f"{self.request.root_span_id}/{attempt.ids.span_id}/{stage.name}/{index}"
-            ),
-            parent_id=self._parent_id(stage, attempt),
-            leg=leg,
-            begin_ns=begin_ns,
-            end_ns=max(end_ns, begin_ns),
-            gap_ns=CHAIN_GAP_NS if in_chain else SIDE_GAP_NS,
-            wall_offset_ns=self.wall_offset_ns,
-            kind=SpanKind.SERVER if stage.server else SpanKind.INTERNAL,
-            attributes=self._identity(attempt),
+            name,
+            derived_span_id(self.id_bases[number], name if not index else f"{name}/{index}"),
+            self._parent_id(stage, attempt),
+            leg,
+            begin_ns,
+            end_ns if end_ns > begin_ns else begin_ns,
+            plan.gap_ns,
+            self.wall_offset_ns,
+            self.identities[number] | plan.attributes,
+            plan.kind,
         )
-        draft.attributes[a.STAGE.key] = stage.name
-        draft.attributes[a.STAGE_KIND.key] = stage.kind.value
         if end_ns < begin_ns:
             stamps = [stamp for stamp in (begin, finish) if isinstance(stamp, Stamp)]
             self._flag_disorder(draft, begin_ns - end_ns, stamps)
         if self.evidence.is_foreign(leg):
             self._place_on_own_clock(draft)
-        self.drafts.setdefault((attempt.number, stage.name), []).append(draft)
+        drafts = self.drafts.get((number, name))
+        if drafts is None:
+            self.drafts[number, name] = [draft]
+        else:
+            drafts.append(draft)
         return draft
 
     def _flag_disorder(self, draft: Draft, by_ns: int, stamps: Sequence[Stamp]) -> None:
@@ -376,7 +416,7 @@ class _Assembly:
             draft.add_event("pd.wait", stamp.t_ns, mark_attributes(stamp))
         if len(stamps) > len(shown):
             draft.attributes[a.WAIT_CHANGES.key] = len(stamps)
-        draft.links += self._blocker_links(stamps)
+        draft.links += tuple(self._blocker_links(stamps))
 
     def _blocker_links(self, stamps: Sequence[Stamp]) -> Iterable[Link]:
         names = dict.fromkeys(
@@ -428,7 +468,7 @@ class _Assembly:
             end_ns=max(end.t_ns, begin.t_ns),
             gap_ns=CHAIN_GAP_NS,
             wall_offset_ns=self.wall_offset_ns,
-            attributes={a.SPAN.key: ATTEMPT_SPAN, **self._identity(attempt)},
+            attributes={a.SPAN.key: ATTEMPT_SPAN, **self.identities[attempt.number]},
         )
         if end.t_ns < begin.t_ns:
             draft.attributes[a.VIOLATION.key] = f"ends {begin.t_ns - end.t_ns} ns before it begins"
@@ -438,7 +478,7 @@ class _Assembly:
         routed = attempt.first.get(Mark.ROUTED)
         if routed is not None:
             for attr in (a.PREFILL_WORKER, a.DECODE_WORKER):
-                set_attribute(draft.attributes, attr, routed.value(attr))
+                set_attribute(draft.attributes, attr.key, routed.value(attr))
         reserved = attempt.first.get(Mark.PAGES_RESERVED)
         released = attempt.first.get(Mark.DECODE_RELEASED)
         if reserved is not None and released is not None:
@@ -458,12 +498,12 @@ class _Assembly:
             if number < attempt.number and other.has_begun
         ]
         if earlier:
-            draft.links.append(
+            draft.links += (
                 Link(
                     trace_id=self.request.trace_id,
                     span_id=earlier[-1].ids.span_id,
                     attributes={"pd.link": "retry_of"},
-                )
+                ),
             )
         return draft
 
@@ -474,15 +514,15 @@ class _Assembly:
         )
         attributes: dict[str, AttrValue] = {
             a.SPAN.key: ROOT_SPAN,
-            **self._identity(evidence.last_attempt),
+            **self.identities[evidence.last_attempt.number],
             a.PROVIDER.key: "pdtrace",
         }
         for stamp in evidence.stamps:
             if stamp.mark is Mark.ABORTED:
                 continue
-            for attr, value in zip(MARKS[stamp.mark].attrs, stamp.values, strict=False):
-                if attr.on_root and attr.key not in _OUTCOME_ATTRS:
-                    set_attribute(attributes, attr, value)
+            for key, value in zip(_ROOT_KEYS[stamp.mark], stamp.values, strict=False):
+                if key is not None:
+                    set_attribute(attributes, key, value)
         draft = Draft(
             name=_root_name(attributes),
             span_id=self.request.root_span_id,
