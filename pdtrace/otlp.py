@@ -172,52 +172,54 @@ _resources = PerResource(
 )
 
 
-class Known(dict[Any, Piece]):
-    """Encoded pieces by the text or integer that they stand for; makes those it lacks.
+class Known(dict[str, Piece]):
+    """Encoded pieces by the text that they stand for; makes those it lacks. Bounded: it forgets all
+    when it is full, and keeps no long text."""
 
-    Most values of a span come again in the next one. Bounded: it forgets all when it is full, and
-    keeps no long text. Ask it only for values of the types `str` and `int`: True is equal to 1.
-    """
-
-    def __init__(self, encode: Callable[[Any], Piece]) -> None:
+    def __init__(self, encode: Callable[[str], Piece]) -> None:
         super().__init__()
         self._encode = encode
 
-    def __missing__(self, value: str | int) -> Piece:
-        piece = self._encode(value)
-        if isinstance(value, int) or len(value) <= _MAX_KNOWN_CHARS:
+    def __missing__(self, text: str) -> Piece:
+        piece = self._encode(text)
+        if len(text) <= _MAX_KNOWN_CHARS:
             if len(self) >= _MAX_KNOWN_VALUES:
                 self.clear()
-            self[value] = piece
+            self[text] = piece
         return piece
 
 
-class ByKey(dict[str, Piece]):
-    """What encodes the values of an attribute key, by key; makes what it lacks. Bounded."""
+class KnownPairs(Generic[Piece]):
+    """Encoded attributes by key and value: most of a span's come again in the next one. Bounded.
 
-    def __init__(self, make: Callable[[str], Piece]) -> None:
-        super().__init__()
-        self._make = make
+    by_key  holds values of the types `str` and `int` alone: ask for no others, True is equal to 1
+    """
 
-    def __missing__(self, key: str) -> Piece:
-        if len(self) >= _MAX_KNOWN_KEYS:
-            self.clear()
-        made = self[key] = self._make(key)
-        return made
+    def __init__(self) -> None:
+        self.by_key: dict[str, dict[str | int, Piece]] = {}
+
+    def keep(self, key: str, value: str | int, piece: Piece) -> None:
+        """Remembers a pair unless it is long."""
+        if isinstance(value, str) and len(value) > _MAX_KNOWN_CHARS:
+            return
+        values = self.by_key.get(key)
+        if values is None:
+            if len(self.by_key) >= _MAX_KNOWN_KEYS:
+                self.by_key.clear()
+            values = self.by_key[key] = {}
+        elif len(values) >= _MAX_KNOWN_VALUES:
+            values.clear()
+        values[value] = piece
 
 
 def _quote(text: str) -> str:
     return _json(valid_text(text))
 
 
-def _pairs(key: str) -> Known[str]:
-    quoted = _quote(key)
-    return Known(lambda value: f'{{"key":{quoted},"value":{_json(_encode_value(value))}}}')
-
-
 _quoted = Known(_quote)
-_known = ByKey(_pairs)
-_ints = ByKey(lambda key: f'{{"key":{_quote(key)},"value":{{"intValue":"')
+_known_pairs = KnownPairs[str]()
+_known_ints: dict[str, str] = {}
+"""What stands before the digits of an integer, by key."""
 _KIND_TEXTS = {int(kind): str(int(kind)) for kind in SpanKind}
 
 
@@ -270,28 +272,46 @@ def _encode_link(link: Link) -> str:
 def _encode_attributes(attributes: Mapping[str, Any]) -> tuple[str, int]:
     """The items of a JSON list of attributes, and how many could not be carried."""
     pairs: list[str] = []
-    append, known, ints = pairs.append, _known, _ints
+    append, known, ints = pairs.append, _known_pairs.by_key, _known_ints
     dropped = 0
     for key, value in attributes.items():
-        # By type: nearly every value is plain text or a plain integer.
+        # By type: nearly every value is plain text, a small integer or a time.
         kind = type(value)
-        if kind is str and key:
-            append(known[key][value])
-        elif kind is int and key and -_SMALL < value < _SMALL:
-            if 0 <= value < _FEW:
+        try:
+            if kind is str or (kind is int and 0 <= value < _FEW):
                 append(known[key][value])
-            else:
+                continue
+            if kind is int and -_SMALL < value < _SMALL:
                 append(f'{ints[key]}{value}"}}}}')
-        elif (pair := valid_pair(key, value)) is not None:
-            append(_json({"key": pair[0], "value": _encode_value(pair[1])}))
-        else:
+                continue
+        except KeyError:
+            pass
+        pair = _encode_pair(key, value)
+        if pair is None:
             dropped += 1
+        else:
+            append(pair)
     return ",".join(pairs), dropped
+
+
+def _encode_pair(key: str, value: Any) -> str | None:
+    """One item, and what is remembered of it; None if it cannot be carried."""
+    pair = valid_pair(key, value)
+    if pair is None:
+        return None
+    encoded = _json({"key": pair[0], "value": _encode_value(pair[1])})
+    if type(value) is str or (type(value) is int and 0 <= value < _FEW):
+        _known_pairs.keep(key, value, encoded)
+    elif type(value) is int and type(pair[1]) is int:
+        if len(_known_ints) >= _MAX_KNOWN_KEYS:
+            _known_ints.clear()
+        _known_ints[key] = f'{{"key":{_quote(key)},"value":{{"intValue":"'
+    return encoded
 
 
 def _encode_value(value: AttrValue) -> dict[str, Any]:
     if isinstance(value, str):
-        return {"stringValue": valid_text(value)}
+        return {"stringValue": value}
     if isinstance(value, bool):
         return {"boolValue": value}
     if isinstance(value, int):

@@ -26,8 +26,8 @@ from pdtrace import semconv as a
 from pdtrace.otlp import (
     FLAG_HAS_IS_REMOTE,
     SCOPE_NAME,
-    ByKey,
     Known,
+    KnownPairs,
     PerResource,
     by_resource,
     parent_is_remote,
@@ -84,6 +84,9 @@ _MORE = [bytes((n & 127 | 128, n >> 7 | 128)) for n in _GROUPS]
 
 _TIMES_BEGIN, _TIMES_END = 1 << 42, 1 << 56
 """Nanoseconds of a monotonic clock, from about an hour after the machine started."""
+_MAX_TIME_KEYS = 1_000
+_FEW = 1_000
+"""Integers below are remembered."""
 
 
 def _varint(n: int) -> bytes:
@@ -112,48 +115,57 @@ class _Attributes:
 
     def __init__(self, tag: bytes) -> None:
         self._tag = tag
-        self._known = ByKey(self._known_of)
-        self._times = ByKey(self._prefixes_of)
+        self._known = KnownPairs[bytes]()
+        # What stands before the integer in a time's pair, by key and length of its last piece.
+        self._times: dict[str, list[bytes]] = {}
 
     def add(self, parts: list[bytes], attributes: Mapping[str, Any]) -> int:
         """Appends all that OTLP can carry; returns how many were left out."""
-        append, known = parts.append, self._known
+        append, known, times = parts.append, self._known.by_key, self._times
         dropped = 0
         for key, value in attributes.items():
             # By type: nearly every value is plain text, a small integer or a time.
             kind = type(value)
-            if kind is str and key:
-                append(known[key][value])
-            elif kind is int and key and 0 <= value < _TIMES_END:
-                if value < 1 << 14:
+            try:
+                if kind is str or (kind is int and 0 <= value < _FEW):
                     append(known[key][value])
-                elif value >= _TIMES_BEGIN:
+                    continue
+                if kind is int and _TIMES_BEGIN <= value < _TIMES_END:
                     last = _LAST[value >> 42]
                     parts += (
-                        self._times[key][len(last)],
+                        times[key][len(last)],
                         _MORE[value & 0x3FFF],
                         _MORE[value >> 14 & 0x3FFF],
                         _MORE[value >> 28 & 0x3FFF],
                         last,
                     )
-                else:
-                    append(self._pair(key, b"\x18" + _varint(value)))
-            elif (pair := valid_pair(key, value)) is not None:
-                append(self._pair(pair[0], _value(pair[1])))
-            else:
+                    continue
+            except KeyError:
+                pass
+            pair = self._pair(key, value)
+            if pair is None:
                 dropped += 1
+            else:
+                append(pair)
         return dropped
 
-    def _pair(self, key: str, value: bytes) -> bytes:
+    def _pair(self, key: str, value: Any) -> bytes | None:
+        """One attribute, and what is remembered of it; None if it cannot be carried."""
+        pair = valid_pair(key, value)
+        if pair is None:
+            return None
+        encoded = self._field(pair[0], _value(pair[1]))
+        if type(value) is str or (type(value) is int and 0 <= value < _FEW):
+            self._known.keep(key, value, encoded)
+        elif type(value) is int and _TIMES_BEGIN <= value < _TIMES_END:
+            if len(self._times) >= _MAX_TIME_KEYS:
+                self._times.clear()
+            whole = (self._field(pair[0], b"\x18" + bytes(6 + last)) for last in range(3))
+            self._times[key] = [before[: -(6 + last)] for last, before in enumerate(whole)]
+        return encoded
+
+    def _field(self, key: str, value: bytes) -> bytes:
         return _field(self._tag, _text_field(b"\x0a", key) + _field(b"\x12", value))
-
-    def _known_of(self, key: str) -> Known[bytes]:
-        return Known(lambda value: self._pair(key, _value(value)))
-
-    def _prefixes_of(self, key: str) -> list[bytes]:
-        """What stands before the integer in a time's pair, by the length of its last piece."""
-        pairs = (self._pair(key, b"\x18" + bytes(6 + last)) for last in range(3))
-        return [pair[: -(6 + last)] for last, pair in enumerate(pairs)]
 
 
 def _value(value: AttrValue) -> bytes:
