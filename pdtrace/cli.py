@@ -428,8 +428,14 @@ def _show_top(
 def check(source: FromOption = None, as_json: JsonOption = False) -> int:
     """Check a recording: time adds up, ids agree, parents exist, nothing is missing."""
     sources = source or [default_source()]
-    recording = read_sources(sources)
-    report = check_recording(recording, [read_health(run) for run in run_directories(sources)])
+    runs = [read_health(run) for run in run_directories(sources)]
+    try:
+        recording = read_sources(sources)
+    except SourceError:
+        if not any(run.is_ill for run in runs):
+            raise
+        recording = empty_recording(sources)  # what happened to the processes is known all the same
+    report = check_recording(recording, runs)
     if as_json:
         _print_json(report.document())
     else:

@@ -115,6 +115,7 @@ def _request(timeline: Timeline, verdict: Verdict) -> dict[str, Any]:
         "clocks": [{**asdict(clock), "basis": clock.basis.value} for clock in timeline.clocks],
         "explained": list(timeline.explained),
         "exact": timeline.exact,
+        "lacks": list(timeline.lacks),
         "unknowns": list(timeline.unknowns),
     }
 

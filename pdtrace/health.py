@@ -86,6 +86,13 @@ class RunHealth:
     unreadable: Mapping[str, str]
     losses: Losses
 
+    @property
+    def is_ill(self) -> bool:
+        """Whether a process vanished, records were lost or a ring cannot be read."""
+        return bool(self.unreadable) or any(
+            process.ended is WriterEnd.LOST or process.lost for process in self.processes
+        )
+
 
 def read_health(run: Path) -> RunHealth:
     """What is known of a run directory. Never raises; what cannot be read is said."""

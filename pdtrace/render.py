@@ -34,6 +34,7 @@ MAX_WIDTH = 120
 MAX_WAITS = 12
 MAX_VIOLATIONS = 12
 MAX_GAPS = 5
+MAX_LACKS = 5
 _WIDTH_FOR = {"bar": 72, "above": 62, "usual": 52, "outcome": 72, "why": 62}
 """Columns of tables that narrower terminals go without, so that names and numbers are never cut."""
 _DETAIL_SHARE = 0.05  # nested stages of shorter stages are left out of the table
@@ -85,6 +86,7 @@ def why_view(
         Text(clean(verdict.sentence, 2_000), style=_KIND_STYLES[verdict.kind]),
     ]
     blocks += [Text(clean(line), style="bold red") for line in standing]
+    blocks += [Text(clean(line), style="yellow") for line in _limited(timeline.lacks, MAX_LACKS)]
     injected = verdict.wait is not None and verdict.wait.reason == WaitReason.INJECTED
     slow = verdict.kind is VerdictKind.STALLED or (timeline.open and verdict.stalled)
     if slow and verdict.advice and not injected:
@@ -112,7 +114,9 @@ def why_view(
     violations = [f"{v.kind.value}: {v.message}" for v in timeline.violations]
     blocks += _section("Violations", _limited(violations, MAX_VIOLATIONS), style="red")
     doubts = [*verdict.notes, *timeline.unknowns, *notes]
-    blocks += _section("What this does not know", doubts or [_NO_DOUBTS])
+    if not doubts and not timeline.lacks:
+        doubts.append(_NO_DOUBTS)
+    blocks += _section("What this does not know", doubts)
     return Constrain(translated(blocks, ascii_only=ascii_only), width)
 
 
@@ -344,7 +348,7 @@ def _percent(share: float) -> str:
     return f"{share * 100:.1f} %"
 
 
-def _wait_lines(timeline: Timeline) -> list[str]:
+def _wait_lines(timeline: Timeline) -> Sequence[str]:
     lines: list[str] = []
     chain = {stage.name for stage in CHAINS[timeline.mode]}
     nested = {name for names in NESTED_LEAVES.values() for name in names} | {"transfer.queue"}
@@ -381,7 +385,7 @@ def _try_line(one: Try) -> str:
     return line + (f" ({one.reason})" if one.reason else "")
 
 
-def _gap_lines(timeline: Timeline) -> list[str]:
+def _gap_lines(timeline: Timeline) -> Sequence[str]:
     """The longest gaps first: they are what a reader looks for."""
     gaps = sorted(timeline.visits_of(_GAP), key=lambda visit: -visit.duration_ns)
     lines: list[str] = []
@@ -421,7 +425,7 @@ def _same_wait(one: Wait, other: Wait) -> bool:
     return (one.stage, describe_wait(one)) == (other.stage, describe_wait(other))
 
 
-def _limited(lines: list[str], limit: int) -> list[str]:
+def _limited(lines: Sequence[str], limit: int) -> Sequence[str]:
     return lines if len(lines) <= limit else [*lines[:limit], f"… and {len(lines) - limit} more"]
 
 

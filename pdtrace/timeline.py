@@ -15,6 +15,7 @@ and sum to the whole.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,8 @@ MAX_EXPLAINED = 3
 
 BLOCKER_SEPARATOR = "\x1f"
 """Stands between request ids where a list had to be written as one text."""
+
+_LOST_RECORDS = re.compile(r"(\S+) lost (\d+) records?")
 
 _OUTCOMES: Mapping[str, Outcome] = MappingProxyType({o.value: o for o in Outcome})
 
@@ -233,7 +236,9 @@ class Timeline:
     tpot_ns      generation time per token after the first, as the decode worker saw it
     clocks       clocks of other hosts that stages were read on
     explained    what only seems impossible, as it lies within the error of those; clauses
-    unknowns     sentences on what this timeline cannot know
+    lacks        sentences on what is known to be missing of the recording: any conclusion may be
+                 wrong for it
+    unknowns     sentences on what else this timeline cannot know
     attributes   those of the root span
     """
 
@@ -257,6 +262,7 @@ class Timeline:
     violations: tuple[Violation, ...]
     clocks: tuple[HostClock, ...]
     explained: tuple[str, ...]
+    lacks: tuple[str, ...]
     unknowns: tuple[str, ...]
     attempts: int
     tries: tuple[Try, ...]
@@ -361,6 +367,7 @@ def build_timeline(trace: Trace, *, max_skew_ns: int = MAX_SKEW_NS) -> Timeline:
         violations=find_violations(trace, placement, overlaps, outcome),
         clocks=tuple(placement.clocks.values()),
         explained=explained,
+        lacks=tuple(_lacks(trace)),
         unknowns=(
             *_unknowns(trace, placement, outcome),
             *(f"It only looks impossible: {clause}." for clause in explained[:MAX_EXPLAINED]),
@@ -674,9 +681,17 @@ def _tpot(placement: Placement, output_tokens: int | None) -> float | None:
     return max(0, generated[-1].end - generated[-1].begin) / (output_tokens - 1)
 
 
+def _lacks(trace: Trace) -> Iterable[str]:
+    said = {why for span in trace.spans if (why := text(span.attributes, a.INCOMPLETE))}
+    for clause in dict.fromkeys(clause for why in sorted(said) for clause in why.split("; ")):
+        if lost := _LOST_RECORDS.fullmatch(clause):
+            records = f"{lost[2]} record{'' if lost[2] == '1' else 's'}"
+            yield f"The recorder of {lost[1]} lost {records} while this request was open."
+        else:
+            yield f"The recording lacks something: {clause}."
+
+
 def _unknowns(trace: Trace, placement: Placement, outcome: Outcome | None) -> Iterable[str]:
-    for why in sorted({w for span in trace.spans if (w := text(span.attributes, a.INCOMPLETE))}):
-        yield f"The recording lacks something: {why}."
     root = placement.root
     if root is None:
         yield "The root span is missing: begin, end and outcome are not known."

@@ -355,3 +355,58 @@ def test_commands_need_only_the_base_dependencies(recording: Path) -> None:
         [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, timeout=60, check=True
     )
     assert done.stdout.decode().strip() == "[]"
+
+
+def test_several_sources_are_joined_by_trace(tmp_path: Path) -> None:
+    """Each host's agent writes its own spans: together they are the request."""
+    spans = Story(request_id="far").trace().spans
+    for host, services in (
+        ("a", {"pd-gateway", "pd-prefill"}),
+        ("b", {"pd-transfer", "pd-decode"}),
+    ):
+        folder = tmp_path / host / "traces"
+        folder.mkdir(parents=True)
+        own = [span for span in spans if span.resource.service_name in services]
+        (folder / "spans-000001.jsonl").write_bytes(otlp.encode_line(own))
+    both = ("--from", tmp_path / "a", "--from", tmp_path / "b")
+    assert invoke("check", "--from", tmp_path / "a").exit_code == 1
+    assert invoke("check", *both).exit_code == 0
+    document = json.loads(invoke("why", "far", *both, "--json").stdout)
+    assert document["source"]["name"] == f"{tmp_path / 'a'} + {tmp_path / 'b'}"
+    assert (document["source"]["files"], document["source"]["traces"]) == (2, 1)
+    [request] = document["requests"]
+    assert request["unexplained_ns"] == 0
+
+
+@pytest.mark.case("ID-06")
+@pytest.mark.parametrize("written", ["1a2b", "0x1A2B", "00001a2b", "1a2b".zfill(32)])
+def test_short_trace_ids_are_padded_and_found_in_either_form(tmp_path: Path, written: str) -> None:
+    spans = Story(request_id="one").trace().spans
+    line = otlp.encode_line(spans).decode().replace(spans[0].trace_id, written)
+    assert written in line
+    path = tmp_path / "traces.jsonl"
+    path.write_text(line + otlp.encode_line(Story(request_id="two").trace().spans).decode())
+    for wanted in ("1a2b".zfill(32), "1a2b", "1A2B", "0x1a2b", "00001a2b"):
+        result = invoke("why", wanted, "--from", path, "--json")
+        assert result.exit_code == 0, (written, wanted, result.stderr)
+        [request] = json.loads(result.stdout)["requests"]
+        assert (request["request_id"], request["trace_id"]) == ("one", "1a2b".zfill(32))
+
+
+@pytest.mark.case("CLK-01")
+def test_span_on_a_monotonic_clock_breaks_a_rule_and_no_length(tmp_path: Path) -> None:
+    spans = Story(request_id="one", exact=False).trace().spans
+    document = json.loads(otlp.encode_line(spans))
+    for resource_spans in document["resourceSpans"]:
+        for scope in resource_spans["scopeSpans"]:
+            for span in scope["spans"]:
+                if span["name"] == "prefill.compute":
+                    span["startTimeUnixNano"] = 41_234_567_890_123
+    path = tmp_path / "traces.jsonl"
+    path.write_text(json.dumps(document))
+    checked = invoke("check", "--from", path)
+    assert checked.exit_code == 1
+    assert "clock: one: prefill.compute runs from 41234567890123 to" in checked.stdout
+    [request] = json.loads(invoke("why", "one", "--from", path, "--json").stdout)["requests"]
+    assert 0.8e9 < request["total_ns"] < 0.9e9
+    assert request["unexplained_ns"] == pytest.approx(120e6, abs=1e5)

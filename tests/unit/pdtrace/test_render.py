@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,8 @@ from pdtrace.duration import seconds_text
 from pdtrace.palette import COLOURS, LETTERS
 from pdtrace.render import check_view, clean, stages_view, summary_table, why_view
 from pdtrace.sources import Problems, Recording
-from pdtrace.stages import STAGES, Mode, Outcome
+from pdtrace.spans import AttrValue, Event, Trace
+from pdtrace.stages import CHAINS, STAGES, Mode, Outcome
 from pdtrace.timeline import UNEXPLAINED, Timeline, build_timeline
 from pdtrace.verdict import Verdict, judge_all
 from pdtrace.waterfall import LABEL_WIDTH, draw
@@ -331,3 +333,97 @@ def test_stages_view_names_every_stage_with_meaning_and_advice() -> None:
 )
 def test_durations_have_three_digits_and_the_unit_that_fits(ns: int, text: str) -> None:
     assert seconds_text(ns) == text
+
+
+def with_attributes(trace: Trace, name: str, attributes: Mapping[str, AttrValue]) -> Trace:
+    spans = tuple(
+        replace(s, attributes={**s.attributes, **attributes}) if s.name == name else s
+        for s in trace.spans
+    )
+    return replace(trace, spans=spans)
+
+
+def view_of(trace: Trace, width: int = 100) -> str:
+    timeline = build_timeline(trace)
+    [verdict] = judge_all([timeline])
+    return shown(why_view(timeline, verdict, width=width), width)
+
+
+def test_gaps_are_told_with_cause_blocker_and_step() -> None:
+    gap: dict[str, AttrValue] = {
+        a.GAP_CAUSE.key: "interfering_prefill",
+        a.GAP_CAUSE_SECONDS.key: 0.15,
+        a.STEP_NUMBER.key: 42,
+        a.WAIT_BLOCKER.key: "req-17",
+        a.TOKEN_INDEX.key: 5,
+    }
+    text = view_of(with_attributes(Story(gap_s=0.2).trace(), "decode.gap", gap), 120)
+    assert "before token 5: a prompt ran in the same worker: req-17 (step 42); that is" in text
+    assert "150 ms of the 200 ms gap, 75 %" in " ".join(text.split())
+    assert "decode.gap from" not in text  # not told twice
+
+
+def test_attempts_are_told_with_the_reason_of_the_retry() -> None:
+    trace = retried()
+    first = next(s for s in trace.spans if s.name == "attempt")
+    ended: dict[str, AttrValue] = {
+        a.OUTCOME.key: "lost",
+        a.OUTCOME_REASON.key: "process_lost",
+        a.OUTCOME_BY.key: "prefill-0",
+        a.OUTCOME_STAGE.key: "transfer",
+    }
+    spans = tuple(
+        replace(s, attributes={**s.attributes, **ended}) if s is first else s for s in trace.spans
+    )
+    text = view_of(replace(trace, spans=spans))
+    assert "\nAttempts\n" in text
+    assert "lost with prefill-0 in transfer (process_lost)" in " ".join(text.split())
+
+
+def test_steps_are_told_with_the_slowest() -> None:
+    steps: dict[str, AttrValue] = {
+        a.STEPS.key: 31,
+        a.STEP_SLOWEST_NUMBER.key: 7,
+        a.STEP_SLOWEST_SECONDS.key: 0.05,
+    }
+    text = view_of(with_attributes(Story().trace(), "decode.generate", steps))
+    assert "decode.generate: 31 forward passes, the slowest took 50.0 ms (step 7)" in text
+
+
+def test_stuck_report_is_told() -> None:
+    event = Event(
+        name="pd.stuck",
+        time_ns=0,
+        attributes={a.STUCK_SECONDS.key: 6.0, a.STUCK_AFTER_SECONDS.key: 5.0},
+    )
+    trace = Story(request_id="slow").stalled("transfer", 9.0).trace()
+    spans = tuple(
+        replace(s, events=(replace(event, time_ns=s.start_ns + 6_000_000_000),))
+        if s.name == "transfer"
+        else s
+        for s in trace.spans
+    )
+    text = view_of(replace(trace, spans=spans))
+    assert "\nReported as stuck\n  transfer at 6.16 s: 6.00 s old, more than 5.00 s\n" in text
+
+
+def test_what_the_recording_lacks_stands_beside_the_conclusion() -> None:
+    lacking: dict[str, AttrValue] = {a.INCOMPLETE.key: "decode-0 lost 123 records"}
+    text = view_of(with_attributes(Story().trace(), "chat smol", lacking))
+    head = text.split("\n\n")[0]
+    assert "The recorder of decode-0 lost 123 records while this request was open." in head
+    assert "Nothing is known to be missing" not in text
+
+
+def test_every_letter_in_the_picture_stands_in_the_table() -> None:
+    for mode in Mode:
+        for stage in ("decode.reserve", "transfer", "prefill.compute", "decode.generate"):
+            chain = {s.name for s in CHAINS[mode]}
+            story = Story(mode=mode, gap_s=0.01, preempted_s=0.02)
+            story = story.stalled(stage, 5.0) if stage in chain else story
+            text = view_of(story.trace())
+            picture, table = text.split("\n\n")[2:4]
+            lanes = [line[LABEL_WIDTH:] for line in picture.splitlines()[2:] if "▔" not in line]
+            letters = {char for lane in lanes for char in lane if char.isalpha()}
+            named = {line[0] for line in table.splitlines() if line[0] != " "}
+            assert letters <= named, (mode, stage, text)

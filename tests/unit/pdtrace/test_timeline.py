@@ -330,9 +330,92 @@ def test_impossible_marks_of_the_assembler_are_passed_on() -> None:
     assert "recorded twice" in timeline.violations[0].message
 
 
-def test_incomplete_recording_is_among_the_unknowns() -> None:
-    timeline = build_timeline(attributed("chat smol", {a.INCOMPLETE.key: "3 marks lost"}))
-    assert any("3 marks lost" in sentence for sentence in timeline.unknowns)
+def test_what_the_recording_lacks_is_told_clause_by_clause() -> None:
+    why = "decode-0 lost 123 records; prefill-0 lost 1 records; no completed mark"
+    timeline = build_timeline(attributed("chat smol", {a.INCOMPLETE.key: why}))
+    assert timeline.lacks == (
+        "The recorder of decode-0 lost 123 records while this request was open.",
+        "The recorder of prefill-0 lost 1 record while this request was open.",
+        "The recording lacks something: no completed mark.",
+    )
+    assert build_timeline(Story().trace()).lacks == ()
+
+
+def test_blockers_are_read_as_a_list_or_as_one_text() -> None:
+    for listed in (("req-7", "req-8"), "req-7\x1freq-8"):
+        attributes: dict[str, AttrValue] = {
+            a.WAIT_REASON.key: "kv_pages",
+            a.WAIT_BLOCKER.key: "req-7",
+            a.WAIT_BLOCKERS.key: listed,
+        }
+        timeline = build_timeline(Story(waits={"decode.reserve": attributes}).trace())
+        [wait] = timeline.waits_of("decode.reserve")
+        assert (wait.blocker, wait.blockers) == ("req-7", ("req-7", "req-8"))
+
+
+def test_gap_says_cause_step_and_what_the_cause_explains() -> None:
+    gap: dict[str, AttrValue] = {
+        a.GAP_CAUSE.key: "interfering_prefill",
+        a.GAP_CAUSE_SECONDS.key: 0.15,
+        a.STEP_NUMBER.key: 42,
+        a.BATCH_SIZE.key: 3,
+        a.WAIT_BLOCKER.key: "req-17",
+    }
+    timeline = build_timeline(Story(gap_s=0.2, waits={"decode.gap": gap}).trace())
+    [visit] = timeline.visits_of("decode.gap")
+    assert visit.cause is not None
+    assert (visit.cause.reason, visit.cause.step, visit.cause.batch) == (
+        "interfering_prefill",
+        42,
+        3,
+    )
+    assert (visit.cause.explained_ns, visit.cause.blockers) == (150 * MS, ("req-17",))
+    assert visit.cause.for_ns == pytest.approx(200 * MS, abs=10_000)
+
+
+def test_steps_attempts_and_stuck_reports_are_read() -> None:
+    trace = edited(
+        retried(),
+        lambda s: (
+            replace(
+                s,
+                attributes={
+                    **s.attributes,
+                    a.STEPS.key: 7,
+                    a.STEP_SLOWEST_NUMBER.key: 3,
+                    a.STEP_SLOWEST_SECONDS.key: 0.25,
+                },
+                events=(
+                    Event(
+                        name="pd.stuck",
+                        time_ns=s.start_ns + 5 * MS,
+                        attributes={a.STUCK_SECONDS.key: 0.005, a.STUCK_AFTER_SECONDS.key: 0.004},
+                    ),
+                ),
+            )
+            if s.name == "decode.generate"
+            else s
+        ),
+    )
+    timeline = build_timeline(trace)
+    [steps] = timeline.steps
+    assert (steps.stage, steps.count, steps.slowest, steps.slowest_ns) == (
+        "decode.generate",
+        7,
+        3,
+        250 * MS,
+    )
+    [report] = timeline.stuck
+    assert (report.stage, report.age_ns, report.threshold_ns) == (
+        "decode.generate",
+        5 * MS,
+        4 * MS,
+    )
+    generate = timeline.visits_of("decode.generate")[0]
+    assert report.at_ns - generate.begin_ns == pytest.approx(5 * MS, abs=2_000)
+    assert [one.number for one in timeline.tries] == [1, 2]
+    assert timeline.tries[0].prefill_worker == "prefill-0"
+    assert timeline.tries[1].begin_ns > timeline.tries[0].begin_ns
 
 
 def test_several_hosts_are_among_the_unknowns() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pdtrace.stages import WaitReason
+from pdtrace.inflight import WaitNow
+from pdtrace.stages import GapCause, WaitReason
 from pdtrace.timeline import Wait
-from pdtrace.waits import describe_wait
+from pdtrace.waits import describe_wait, describe_wait_now, listed
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,36 @@ from pdtrace.waits import describe_wait
             "its pages went to running requests; needed 4 KV pages, 1 free",
         ),
         (
+            Wait(stage="s", reason="kv_pages", blocker="a", blockers=("a", "b", "c")),
+            "waited for KV pages; behind a, b and c",
+        ),
+        (
+            Wait(stage="s", reason="head_of_line", blocker="a", blockers=("a", "b")),
+            "an earlier request in the same queue came first; behind a and b",
+        ),
+        (
+            Wait(
+                stage="decode.gap",
+                reason="interfering_prefill",
+                blocker="req-17",
+                blockers=("req-17",),
+                step=42,
+                for_ns=910_000_000,
+                explained_ns=830_000_000,
+            ),
+            "a prompt ran in the same worker: req-17 (step 42); that is 830 ms of the 910 ms gap, "
+            "91 %",
+        ),
+        (
+            Wait(stage="decode.gap", reason="batch_growth", batch=9),
+            "the step itself took longer, with 9 requests in the batch",
+        ),
+        (
+            # The same word, but a wait inside a stage that is no gap.
+            Wait(stage="decode.reserve", reason="injected"),
+            "delayed by a fault hook",
+        ),
+        (
             Wait(stage="s", reason="disk", needed=3),
             "waited for disk: 3 units",
         ),
@@ -60,3 +91,22 @@ def test_every_reason_has_a_clause(reason: WaitReason) -> None:
     clause = describe_wait(Wait(stage="s", reason=reason.value))
     assert clause
     assert not clause.endswith(".")
+
+
+@pytest.mark.parametrize("cause", list(GapCause))
+def test_every_gap_cause_has_a_clause_of_its_own(cause: GapCause) -> None:
+    clause = describe_wait(Wait(stage="decode.gap", reason=cause.value))
+    assert clause
+    assert not clause.startswith("waited for")
+    assert not clause.endswith(".")
+
+
+def test_wait_of_a_look_reads_the_same() -> None:
+    now = WaitNow(reason="kv_pages", needed=12, free=3, blockers=("a", "b"), age_s=2.0)
+    then = Wait(stage="s", reason="kv_pages", needed=12, free=3, blocker="a", blockers=("a", "b"))
+    assert describe_wait_now("decode.reserve", now) == describe_wait(then)
+    assert describe_wait_now(None, now) == describe_wait(then)
+
+
+def test_names_are_listed_as_in_a_sentence() -> None:
+    assert [listed(list("abc"[:n])) for n in range(4)] == ["", "a", "a and b", "a, b and c"]

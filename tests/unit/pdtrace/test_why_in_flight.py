@@ -1,0 +1,222 @@
+"""`why` on requests that have no trace: in flight, or lost with their process, from rings alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from pdtrace.agent import run_agent
+from pdtrace.cli import app
+from pdtrace.propagation import RequestContext
+from pdtrace.recorder import Recorder
+from pdtrace.stages import Mark, Outcome, Role, WaitReason
+from pdtrace.stopping import StopFlag
+from pdtrace.testing import Wait, open_recorders, record_request
+
+ROOT = Path(__file__).resolve().parents[3]
+ROLES = (Role.GATEWAY, Role.PREFILL, Role.TRANSFER, Role.DECODE)
+FULL: Wait = {
+    "reason": WaitReason.KV_PAGES,
+    "needed": 12,
+    "free": 3,
+    "blocker": ["req-7", "req-8"],
+}
+
+
+@pytest.fixture
+def recorders(tmp_path: Path) -> Iterator[Mapping[Role, Recorder]]:
+    opened = open_recorders(tmp_path / "rings", roles=ROLES)
+    yield opened
+    for recorder in opened.values():
+        recorder.close()
+
+
+def invoke(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def ago(seconds: float) -> int:
+    return time.monotonic_ns() - round(seconds * 1e9)
+
+
+def hold(
+    recorders: Mapping[Role, Recorder],
+    request_id: str = "req-9",
+    *,
+    seconds: float = 12.3,
+    stage: str = "decode.reserve",
+) -> None:
+    record_request(
+        recorders,
+        request_id=request_id,
+        start_ns=ago(seconds),
+        stop_in=stage,
+        outcome=None,
+        waits={stage: FULL} if stage == "decode.reserve" else None,
+    )
+
+
+def test_request_in_flight_is_explained_without_agent_and_traces(
+    tmp_path: Path, recorders: Mapping[Role, Recorder]
+) -> None:
+    for index in range(6):
+        record_request(recorders, request_id=f"done-{index}")
+    hold(recorders)
+    result = invoke("why", "req-9", "--from", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    text = " ".join(result.stdout.split())
+    sentence = (
+        r"req-9 has been in flight for ([\d.]+) s, in decode\.reserve for ([\d.]+) s "
+        r"\(usual 400 µs\): needed 12 KV pages, 3 free; behind req-7 and req-8\. "
+    )
+    found = re.match(sentence, text)
+    assert found, text
+    assert 12.2 < float(found[2]) <= float(found[1])
+    assert "in flight · pd · prefill-0 → decode-0" in text
+    assert re.search(r"so far [\d.]+ s ", text)
+    lane = next(line for line in result.stdout.splitlines() if line.startswith("decode  "))
+    assert lane.rstrip().endswith("░▶")
+    assert re.search(r"for [\d.]+ s so far: needed 12 KV pages", text)
+    assert "outcome" not in text
+
+
+def test_json_says_that_it_is_open(tmp_path: Path, recorders: Mapping[Role, Recorder]) -> None:
+    hold(recorders)
+    document = json.loads(invoke("why", "req-9", "--json", "--from", tmp_path).stdout)
+    [request] = document["requests"]
+    assert request["open"] is True
+    assert request["outcome"] is None
+    assert request["verdict"]["kind"] == "in_flight"
+    assert request["verdict"]["stage"] == "decode.reserve"
+    assert request["verdict"]["wait"]["blockers"] == ["req-7", "req-8"]
+    assert sum(part["ns"] for part in request["parts"]) == request["total_ns"] > 12e9
+    assert request["violations"] == []
+    assert request["standing"] == []
+
+
+@pytest.mark.parametrize(
+    "stage", ["gateway.queue", "prefill.compute", "transfer", "decode.queue", "decode.generate"]
+)
+def test_each_stage_is_the_one_named(
+    tmp_path: Path, recorders: Mapping[Role, Recorder], stage: str
+) -> None:
+    hold(recorders, stage=stage)
+    text = invoke("why", "req-9", "--from", tmp_path).stdout
+    assert f", in {stage} for " in text.replace("\n", " ")
+
+
+def test_traces_come_first_and_an_exact_id_in_flight_beats_a_beginning(
+    tmp_path: Path, recorders: Mapping[Role, Recorder]
+) -> None:
+    for name in ("req-1", "req-90"):
+        record_request(recorders, request_id=name)
+    run_once(tmp_path)
+    hold(recorders, "req-9")
+    assert invoke("why", "req-1", "--from", tmp_path).stdout.startswith("req-1 is not stalled")
+    assert invoke("why", "req-9", "--from", tmp_path).stdout.startswith("req-9 has been in flight")
+    ambiguous = invoke("why", "req", "--from", tmp_path)
+    assert ambiguous.exit_code == 2
+    assert "names 3 requests" in ambiguous.stderr
+    assert " so far" in ambiguous.stderr
+    nobody = invoke("why", "nobody", "--from", tmp_path)
+    assert nobody.exit_code == 2
+    assert nobody.stderr == (
+        "pdtrace: none of 2 requests has an id that begins with 'nobody', "
+        "nor has one of 1 in flight\n"
+    )
+
+
+def run_once(directory: Path) -> None:
+    """An agent that reads what is there and stops."""
+    stop = StopFlag()
+    stop.set()
+    run_agent(directory / "rings", out=directory, stop=stop)
+
+
+def test_in_flight_takes_the_worst_and_as_many_as_asked_for(
+    tmp_path: Path, recorders: Mapping[Role, Recorder]
+) -> None:
+    for index in range(6):
+        record_request(recorders, request_id=f"done-{index}")
+    hold(recorders, "fresh", seconds=0.5, stage="decode.generate")
+    hold(recorders, "old", seconds=40)
+    hold(recorders, "older", seconds=60)
+    result = invoke("why", "--in-flight", "--from", tmp_path)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("older has been in flight for")
+    both = invoke("why", "--in-flight", "--slowest", "2", "--json", "--from", tmp_path)
+    assert [r["request_id"] for r in json.loads(both.stdout)["requests"]] == ["older", "old"]
+
+
+def test_nothing_in_flight_is_no_error(tmp_path: Path, recorders: Mapping[Role, Recorder]) -> None:
+    record_request(recorders)
+    result = invoke("why", "--in-flight", "--from", tmp_path)
+    assert (result.exit_code, result.stdout) == (0, f"No request is in flight in {tmp_path}.\n")
+    document = json.loads(invoke("why", "--in-flight", "--json", "--from", tmp_path).stdout)
+    assert document["requests"] == []
+
+
+def test_in_flight_needs_rings_and_excludes_an_id(tmp_path: Path) -> None:
+    (tmp_path / "traces").mkdir()
+    result = invoke("why", "--in-flight", "--from", tmp_path)
+    assert result.exit_code == 2
+    assert "holds no rings, so nothing can be in flight" in result.stderr
+    assert invoke("why", "x", "--in-flight").stderr == (
+        "pdtrace: give an ID or --in-flight, not both\n"
+    )
+
+
+def test_answered_request_that_a_worker_still_holds_is_no_longer_in_flight(
+    tmp_path: Path, recorders: Mapping[Role, Recorder]
+) -> None:
+    hold(recorders)
+    context = RequestContext.create(request_id="answered")
+    gateway, worker = recorders[Role.GATEWAY].begin(context), recorders[Role.DECODE].begin(context)
+    gateway.mark(Mark.RECEIVED, "POST", "/", "chat")
+    worker.mark(Mark.RESERVE_RECEIVED)
+    gateway.mark(Mark.COMPLETED, Outcome.FAILED, "kv_timeout", "gateway-0", 504)
+    gateway.end()
+    result = invoke("why", "--in-flight", "--slowest", "5", "--json", "--from", tmp_path)
+    assert [r["request_id"] for r in json.loads(result.stdout)["requests"]] == ["req-9"]
+    assert "answered failed" in invoke("why", "answered", "--from", tmp_path).stdout
+    worker.end()
+
+
+def test_request_of_a_killed_process_is_lost_with_it(tmp_path: Path) -> None:
+    code = """
+        import os, sys
+        from pathlib import Path
+        from pdtrace.stages import Role
+        from pdtrace.testing import open_recorders, record_request
+        recorders = open_recorders(Path(sys.argv[1]), roles=[
+            Role.GATEWAY, Role.PREFILL, Role.TRANSFER, Role.DECODE])
+        record_request(recorders, request_id="whole")
+        record_request(recorders, request_id="gone", stop_in="prefill.compute", outcome=None)
+        os.kill(os.getpid(), 9)
+    """
+    arguments = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "rings")]
+    assert subprocess.run(arguments, cwd=ROOT, timeout=60, check=False).returncode == -9
+    result = invoke("why", "gone", "--from", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith(
+        "gone was lost with gateway-0 (process_lost) in prefill.compute"
+    )
+    document = json.loads(invoke("why", "gone", "--json", "--from", tmp_path).stdout)
+    [request] = document["requests"]
+    assert (request["open"], request["outcome"]) == (False, "lost")
+    assert (request["outcome_reason"], request["outcome_by"]) == ("process_lost", "gateway-0")
+    checked = invoke("check", "--from", tmp_path)
+    assert checked.exit_code == 1
+    text = " ".join(checked.stdout.split())
+    assert "decode-0 (pid" in text
+    assert "was killed, or ended without a word, with 1 request open" in text
+    assert "transfer-0 (pid" in text
