@@ -170,6 +170,7 @@ class Agent:
             rings,
             self._tracker,
             known=self._state.rings,
+            floor=self._state.sink,
             losses=self._state.losses,
             choose=self._choose_step,
         )
@@ -187,7 +188,7 @@ class Agent:
                 finished = self._tracker.finished(now_ns)
         self._deliver(finished)
         now_s = time.monotonic()
-        if caught_up:
+        if self._tails.at_end:
             self._caught_up_s = now_s
             if now_s >= self._look_due_s:
                 self._report_stuck()
@@ -213,7 +214,8 @@ class Agent:
                 interval_s = min(interval_s * 1.5, self.config.idle_poll_s)
             if until_closed and self._tails.num_finished and self.is_drained:
                 break
-            stop.wait(interval_s)
+            if self._tails.at_end:
+                stop.wait(interval_s)
         self._told_to_stop_s = time.monotonic()
         deadline = self._told_to_stop_s + min(self.config.grace_s, self.config.flush_s / 2)
         while True:

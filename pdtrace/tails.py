@@ -84,12 +84,20 @@ Since = dict[str, tuple[RingPosition, SinkPosition]]
 
 @dataclass(slots=True)
 class _Tail:
+    """A ring that is read.
+
+    at_end     the last read found nothing further
+    caught_up  it has been there once: what is read from then on, no former agent has seen
+    """
+
     reader: RingReader
     process: Process
     made_ns: int
     counted: int = 0
     last_step: int = 0
     seen_alive: bool = False
+    at_end: bool = False
+    caught_up: bool = False
     missed: int = 0
     torn: int = 0
     unknown: int = 0
@@ -118,6 +126,8 @@ class RingTails:
     `losses`.
 
     known   states of a former agent: finished rings are left alone, others go on where they were
+    floor   where the sink stood when these were valid: requests that a former agent has read and
+            finished stand behind it
     losses  what former agents found to be lost
     choose  whether a forward pass is to become a span; asked once for each, by ring and process
     counts  totals
@@ -130,6 +140,7 @@ class RingTails:
         tracker: RequestTracker,
         *,
         known: Mapping[str, RingState] | None = None,
+        floor: SinkPosition | None = None,
         losses: Losses | None = None,
         choose: Callable[[str, Process, StepRecord], bool] | None = None,
     ) -> None:
@@ -138,6 +149,7 @@ class RingTails:
         self.lock = threading.RLock()
         self._tracker = tracker
         self._known = dict(known or {})
+        self._floor = SinkPosition() if floor is None else floor
         self._book = LossBook(losses)
         self._choose = choose
         self._chosen: list[ChosenStep] = []
@@ -150,6 +162,11 @@ class RingTails:
     def num_live(self) -> int:
         """Rings that are still read."""
         return len(self._tails)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the last round left nothing unread, gateways included."""
+        return all(tail.at_end for tail in self._tails.values())
 
     @property
     def live(self) -> Collection[str]:
@@ -217,14 +234,14 @@ class RingTails:
                 states[name] = self._known[name] = left.state
                 continue
             position, sink_at = oldest
-            sink = min(sink, sink_at, key=_sink_order)
+            sink = min(sink, sink_at)
             states[name] = msgspec.structs.replace(left.state, position=position, finished=False)
         for name, tail in self._tails.items():
             position = tail.reader.position()
             oldest = self._oldest(tail)
             if oldest is not None:
                 position, sink_at = oldest
-                sink = min(sink, sink_at, key=_sink_order)
+                sink = min(sink, sink_at)
             states[name] = msgspec.structs.replace(self._state(name, tail), position=position)
         return states, sink
 
@@ -421,14 +438,20 @@ class RingTails:
                 return True
             with self.lock:
                 self._count_losses(name, tail, position.number)
+                tail.at_end = len(records) < _READ_RECORDS
                 if not records:
+                    tail.caught_up = True
                     return True
                 if self._choose is not None and tail.has_steps:
                     self._choose_steps(name, tail, records, self._choose)
                 appeared = self._tracker.feed(name, records, now_ns)
             self.counts.records += len(records)
+            # A request that begins behind the same position may be finished already, by a former
+            # agent: its line has to be found again together with its records.
+            since = (position, sink_position if tail.caught_up else self._floor)
             for root in appeared:
-                tail.since.setdefault(root, (position, sink_position))
+                tail.since.setdefault(root, since)
+            tail.caught_up = tail.caught_up or tail.at_end
         return False
 
     def _choose_steps(
@@ -477,7 +500,7 @@ class RingTails:
             self._tracker.records_missed(name, missed + torn)
         # What lies before `counted` was read, and counted, by a former agent.
         if before < tail.counted:
-            missed = min(missed, max(0, reader.position().number - tail.counted))
+            missed = max(0, before + missed - tail.counted)
             torn = unknown = 0
         self.counts.missed += missed
         self.counts.torn += torn
@@ -529,10 +552,6 @@ def _look(path: Path) -> tuple[int, int]:
     """What tells a file from another under its name, and from itself when written to."""
     stat = path.stat()
     return stat.st_ino, stat.st_mtime_ns
-
-
-def _sink_order(position: SinkPosition) -> tuple[int, int]:
-    return position.number, position.offset
 
 
 def _process_gone(ring: RingLosses) -> ProcessNow:
