@@ -212,7 +212,7 @@ _FLAT = _Line(0.0, 0.0)
 class _Series:
     """Samples of one leaf: (tokens or 0, nanoseconds) by request; oldest leave past `window`.
 
-    line       what was fitted last; None before anybody asked
+    due        samples that `line` is to be fitted to before its next use; None where it was
     residuals  of all samples against `line`, sorted, but for `joined` and `left`
     largest    the largest token counts that the line knows: the second and the first
     fresh      samples since the last fit
@@ -222,7 +222,9 @@ class _Series:
     scaled: bool
     samples: dict[Key, tuple[int, int]] = field(default_factory=dict[Key, tuple[int, int]])
     order: deque[Key] = field(default_factory=deque[Key])
-    line: _Line | None = None
+    was_asked: bool = False
+    due: list[tuple[int, int]] | None = None
+    line: _Line = _FLAT
     residuals: list[float] = field(default_factory=list[float])
     joined: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     left: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -274,23 +276,30 @@ class _Series:
         )
 
     def settle(self, key: Key, tokens: int | None) -> None:
-        """Fit as `usual` would."""
+        """Fit as `usual` would; the work is left to whoever needs the line."""
         if not self.scaled or tokens is None:
             return
         own = self.samples.get(key)
         peers = len(self.samples) - (own is not None)
         if peers and not self._needs_own_line(own, peers):
-            self._fitted()
+            self._note_if_due()
 
     def _needs_own_line(self, own: tuple[int, int] | None, peers: int) -> bool:
         return own is not None and self.scaled and peers < _EXACT_REFIT_BELOW
 
-    def _fitted(self) -> _Line:
-        if self.line is None or (self.scaled and self.fresh * 8 > len(self.samples)):
-            self.line = self._fit(self.samples.values())
-            ordered = sorted(tokens for tokens, _ in self.samples.values()) if self.scaled else []
-            self.largest = (ordered[-2], ordered[-1]) if len(ordered) > 1 else (0, 0)
+    def _note_if_due(self) -> None:
+        if not self.was_asked or (self.scaled and self.fresh * 8 > len(self.samples)):
+            self.was_asked = True
+            self.due = list(self.samples.values())
             self.fresh = 0
+
+    def _fitted(self) -> _Line:
+        self._note_if_due()
+        if self.due is not None:
+            self.line = self._fit(self.due)
+            ordered = sorted(tokens for tokens, _ in self.due) if self.scaled else []
+            self.largest = (ordered[-2], ordered[-1]) if len(ordered) > 1 else (0, 0)
+            self.due = None
             self._give_up_order()
         return self.line
 
@@ -302,7 +311,10 @@ class _Series:
     def _sorted_residuals(self, line: _Line) -> list[float]:
         residual = self._residual
         if self.unsorted:
-            self.residuals = sorted([residual(line, sample) for sample in self.samples.values()])
+            base, slope = line.base, line.slope
+            self.residuals = sorted(
+                [ns - max(0.0, base + slope * tokens) for tokens, ns in self.samples.values()]
+            )
             self.unsorted = False
         else:
             for sample in self.joined:

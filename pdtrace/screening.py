@@ -7,8 +7,9 @@ timeline then has the say. Pure; knows nothing of baselines' statistics or of wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, cast
 
 from pdtrace import semconv as a
 from pdtrace.attributes import integer, text
@@ -47,6 +48,12 @@ _NESTED: Mapping[str, tuple[str, ...]] = {
     for outer in NESTED_LEAVES
 }
 _INNER = frozenset(name for names in _NESTED.values() for name in names)
+
+_leaf = cast(
+    "Callable[[tuple[str, str, int, int | None]], Leaf]",
+    partial(tuple.__new__, Leaf),  # pyright: ignore[reportUnknownArgumentType]
+)
+"""Makes a leaf in half the time of its class."""
 
 
 class _Chain(NamedTuple):
@@ -181,10 +188,10 @@ def _leaves(
             paused = _paused(name, pieces, inner, total) if inner else {}
             for pause in pauses:
                 length = paused.get(pause, 0)
-                found.append(Leaf(pause, name, length, None))
+                found.append(_leaf((pause, name, length, None)))
                 rest -= length
         tokens = leaf_tokens(name, *sizes) if name in _SCALED else None
-        found.append(Leaf(name, name, rest, tokens))
+        found.append(_leaf((name, name, rest, tokens)))
     return found
 
 
