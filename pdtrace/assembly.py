@@ -7,20 +7,22 @@ mean is `pdtrace.evidence`; which stages exist is `pdtrace.stages`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
 from pdtrace import semconv as a
 from pdtrace.collected import CollectedRequest, Leg
 from pdtrace.drafts import (
     CHAIN_GAP_NS,
     SIDE_GAP_NS,
+    SPAN_KEYS,
     Draft,
     mark_attributes,
     put_attributes,
     set_attribute,
 )
 from pdtrace.evidence import (
+    BEGIN_MARKS,
     REPEATABLE_MARKS,
     REQUEST_MARKS,
     Attempt,
@@ -70,6 +72,10 @@ _CHUNK_ATTRS = {
 }
 
 
+_TELLING_MARKS = frozenset(mark for mark in Mark if SPAN_KEYS[mark]) - REPEATABLE_MARKS
+"""Marks of one instant in an attempt that say something of a stage."""
+
+
 def _landing(chain: Sequence[Stage]) -> Mapping[Mark, str]:
     """Stage that takes a mark's attributes: the one it ends (chain first), else one it opens."""
     table: dict[Mark, str] = {}
@@ -86,29 +92,59 @@ def _landing(chain: Sequence[Stage]) -> Mapping[Mark, str]:
 
 _LANDING = {mode: _landing(chain) for mode, chain in CHAINS.items()}
 _CHAIN_NAMES = {mode: frozenset(s.name for s in chain) for mode, chain in CHAINS.items()}
-_SIDE = {
-    mode: tuple(stage for stage in STAGES if stage.name not in names)
-    for mode, names in _CHAIN_NAMES.items()
-}
 
 
-class _Plan(NamedTuple):
-    """What all spans of a stage have in common, in one mode."""
+@dataclass(slots=True, frozen=True, kw_only=True)
+class _Plan:
+    """A stage in one mode, with what all its spans have in common.
 
+    begin       marks that open it there
+    is_ingress  before any attempt: its marks are the request's first ones
+    lands       whether its first begin mark's attributes stand on it
+    """
+
+    stage: Stage
+    name: str
+    begin: tuple[Mark, ...]
+    end: Mark
+    in_chain: bool
+    at_root: bool
+    is_ingress: bool
+    lands: bool
+    nested_in: str | None
     gap_ns: int
     kind: SpanKind
     attributes: dict[str, AttrValue]
 
 
 def _plan(stage: Stage, mode: Mode) -> _Plan:
+    in_chain = stage.name in _CHAIN_NAMES[mode]
+    at_root = stage.parent == ROOT_SPAN
+    begin = BEGIN_MARKS[mode, stage.name] if in_chain else stage.begin
     return _Plan(
-        gap_ns=CHAIN_GAP_NS if stage.name in _CHAIN_NAMES[mode] else SIDE_GAP_NS,
+        stage=stage,
+        name=stage.name,
+        begin=begin,
+        end=stage.end,
+        in_chain=in_chain,
+        at_root=at_root,
+        is_ingress=at_root and stage.end is not Mark.COMPLETED,
+        lands=bool(begin) and _LANDING[mode].get(begin[0]) == stage.name,
+        nested_in=None if stage.parent in (ROOT_SPAN, ATTEMPT_SPAN) else stage.parent,
+        gap_ns=CHAIN_GAP_NS if in_chain else SIDE_GAP_NS,
         kind=SpanKind.SERVER if stage.server else SpanKind.INTERNAL,
         attributes={a.STAGE.key: stage.name, a.STAGE_KIND.key: stage.kind.value},
     )
 
 
 _PLANS = {mode: {stage.name: _plan(stage, mode) for stage in STAGES} for mode in Mode}
+_CHAIN_PLANS = {
+    mode: tuple(_PLANS[mode][stage.name] for stage in chain) for mode, chain in CHAINS.items()
+}
+_SIDE_PLANS = {
+    mode: tuple(plan for plan in plans.values() if not plan.in_chain)
+    for mode, plans in _PLANS.items()
+}
 
 
 def assemble(request: CollectedRequest) -> list[Span]:
@@ -142,17 +178,22 @@ class _Assembly:
             attempt.number: span_id_base(root, attempt.ids.span_id)
             for attempt in evidence.attempts.values()
         }
-        self.chain_names = _CHAIN_NAMES[self.mode]
+        clock_id = evidence.reference.clock_id
+        self.several_clocks = any(leg.process.clock_id != clock_id for leg in evidence.legs)
         self.drafts: dict[tuple[int, str], list[Draft]] = {}
         self.homeless: dict[int, list[Stamp]] = {}
         """Marks whose stage has no span: their facts go to the attempt."""
 
     def spans(self) -> list[Span]:
         for attempt in self.evidence.attempts.values():
-            for stage in self.evidence.chain(attempt):
-                self._draft_chain(stage, attempt)
-            for stage in _SIDE[self.mode]:
-                self._draft_side(stage, attempt)
+            self._draft_chain(attempt)
+            for plan in _SIDE_PLANS[self.mode]:
+                if not plan.begin:
+                    self._draft_gaps(plan, attempt)
+                elif plan.stage.repeats:
+                    self._draft_repeated(plan, attempt)
+                else:
+                    self._draft_once(plan, attempt)
         self._draft_answer()
         self._end_with_the_attempt()
         for attempt in self.evidence.attempts.values():
@@ -169,50 +210,58 @@ class _Assembly:
         attempts = [self._attempt_draft(attempt, gateway) for attempt in begun]
         return [draft.span(self.request) for draft in (self._root(gateway), *attempts, *stages)]
 
-    def _draft_chain(self, stage: Stage, attempt: Attempt) -> None:
-        evidence = self.evidence
-        begin = evidence.begin(stage, attempt)
-        if begin is None:
-            return
-        finish = evidence.finish(stage, attempt)
-        guilty = stage is attempt.active
-        if finish is not None:
-            draft = self._draft(stage, attempt, finish.leg, begin, finish.t_ns, finish=finish)
-            if guilty and attempt.failure is not None:
-                draft.conclude(attempt.failure, guilty=True)
-            if stage.end is Mark.DECODE_FINISHED and evidence.overrun_ns:
-                draft.attributes[a.OVERRUN_SECONDS.key] = evidence.overrun_ns / 1e9
-        elif attempt.failure is not None and evidence.is_open(stage, attempt):
-            end = evidence.closing(stage, attempt, begin)
-            if end is not None:
-                owner = self._owner(stage, end)
-                draft = self._draft(stage, attempt, owner, begin, end.t_ns)
-                draft.conclude(end, guilty=guilty)
-        elif evidence.is_going_on(stage, attempt):
-            end = evidence.given_up(stage, attempt, begin) or evidence.end
-            draft = self._draft(stage, attempt, self._owner(stage, end), begin, end.t_ns)
-            draft.conclude(end, guilty=True)
+    def _draft_chain(self, attempt: Attempt) -> None:
+        """The chain; the request's own stages stand with its last attempt."""
+        evidence, failure = self.evidence, attempt.failure
+        has_ends = evidence.gateway is not None and attempt is evidence.last_attempt
+        for plan in _CHAIN_PLANS[self.mode]:
+            if plan.at_root and not has_ends:
+                continue
+            marks = evidence.first if plan.is_ingress else attempt.first
+            begin = first_of(marks, plan.begin)
+            if begin is None:
+                continue
+            stage = plan.stage
+            if plan.end is Mark.COMPLETED:
+                finish = evidence.finish(stage, attempt)
+            else:
+                finish = marks.get(plan.end)
+            if finish is not None:
+                draft = self._draft(plan, attempt, finish.leg, begin, finish.t_ns, finish=finish)
+                if failure is not None and stage is attempt.active:
+                    draft.conclude(failure, guilty=True)
+                if evidence.overrun_ns and plan.end is Mark.DECODE_FINISHED:
+                    draft.attributes[a.OVERRUN_SECONDS.key] = evidence.overrun_ns / 1e9
+            elif failure is not None and evidence.is_open(stage, attempt):
+                end = evidence.closing(stage, attempt, begin)
+                if end is not None:
+                    draft = self._draft(plan, attempt, self._owner(stage, end), begin, end.t_ns)
+                    draft.conclude(end, guilty=stage is attempt.active)
+            elif evidence.is_going_on(stage, attempt):
+                end = evidence.given_up(stage, attempt, begin) or evidence.end
+                draft = self._draft(plan, attempt, self._owner(stage, end), begin, end.t_ns)
+                draft.conclude(end, guilty=True)
 
     def _draft_answer(self) -> None:
         """What the gateway still did after a request had failed: it waited for the legs to let go
         and told the client. That ends in order, with COMPLETED."""
         completed = self.evidence.first.get(Mark.COMPLETED)
         last = self.evidence.last_attempt
-        stage = STAGE_BY_NAME["gateway.finish"]
+        plan = self.plans["gateway.finish"]
         done = (
             self.evidence.end.outcome == Outcome.COMPLETED
-            or (last.number, stage.name) in self.drafts
+            or (last.number, plan.name) in self.drafts
         )
         if completed is None or done or self.evidence.gateway is None:
             return
         ends = [
             draft.end_ns
             for (_, name), drafts in self.drafts.items()
-            if name in self.chain_names
+            if self.plans[name].in_chain
             for draft in drafts
         ]
         if ends and max(ends) < completed.t_ns:
-            self._draft(stage, last, completed.leg, max(ends), completed.t_ns)
+            self._draft(plan, last, completed.leg, max(ends), completed.t_ns)
 
     def _end_with_the_attempt(self) -> None:
         """What runs beside the chain must not be the attempt's child that ends last, nor end in
@@ -221,12 +270,15 @@ class _Assembly:
         token's way is such a span too."""
         beside: list[tuple[int, Draft]] = []
         chain_ends: set[int] = set()
+        streams = self.evidence.streams
         for (number, name), drafts in self.drafts.items():
-            ends_with_answer = STAGE_BY_NAME[name].end is Mark.FIRST_TOKEN_SENT
-            if name in self.chain_names and not (ends_with_answer and not self.evidence.streams):
-                chain_ends.update(draft.shown_end_ns() for draft in drafts)
-            else:
-                beside += ((number, draft) for draft in drafts)
+            plan = self.plans[name]
+            in_chain = plan.in_chain and (streams or plan.end is not Mark.FIRST_TOKEN_SENT)
+            for draft in drafts:
+                if in_chain:
+                    chain_ends.add(draft.shown_end_ns())
+                else:
+                    beside.append((number, draft))
         for number, draft in beside:
             draft.gap_ns = SIDE_GAP_NS
             draft.shown_until_ns = self.evidence.attempts[number].end.t_ns
@@ -240,54 +292,69 @@ class _Assembly:
                 return stamp.leg
         return end.leg
 
-    def _draft_side(self, stage: Stage, attempt: Attempt) -> None:
-        if not stage.begin:
-            self._draft_gaps(stage, attempt)
+    def _draft_once(self, plan: _Plan, attempt: Attempt) -> None:
+        begin = first_of(attempt.first, plan.begin)
+        if begin is None:
             return
-        if not stage.repeats:
-            begin = first_of(attempt.first, stage.begin)
-            begins = [] if begin is None else [begin]
-            finish = attempt.first.get(stage.end)
-            finishes = [] if finish is None else [finish]
-        else:
-            begins = sorted(
-                (s for mark in stage.begin for s in attempt.repeated.get(mark, ())),
-                key=attrgetter("t_ns"),
-            )
-            finishes = attempt.repeated.get(stage.end, [])
-        closes = stage.repeats or self.mode is not Mode.COLOCATED
-        for index, (begin, finish) in enumerate(_paired(begins, finishes)):
-            end = None
-            if finish is None and closes:
-                if attempt.failure is not None:
-                    end = self.evidence.closing(stage, attempt, begin)
-                elif self.evidence.is_current(attempt):
-                    end = self.evidence.given_up(stage, attempt, begin) or self.evidence.end
-            if finish is not None:
-                draft = self._draft(
-                    stage, attempt, finish.leg, begin, finish.t_ns, finish=finish, index=index
-                )
-                put_attributes(draft, finish)
-            elif end is not None:
-                draft = self._draft(stage, attempt, begin.leg, begin, end.t_ns, index=index)
-                draft.conclude(end, guilty=False)
-            else:
-                continue
-            if self.landing.get(begin.mark) == stage.name:
-                put_attributes(draft, begin, overwrite=False)
+        finish = attempt.first.get(plan.end)
+        if finish is not None and finish.t_ns < begin.t_ns:
+            finish = None
+        self._draft_pair(plan, attempt, begin, finish, closes=self.mode is not Mode.COLOCATED)
 
-    def _draft_gaps(self, stage: Stage, attempt: Attempt) -> None:
-        for index, stamp in enumerate(attempt.repeated.get(stage.end, ())):
+    def _draft_repeated(self, plan: _Plan, attempt: Attempt) -> None:
+        repeated = attempt.repeated
+        begins = [stamp for mark in plan.begin for stamp in repeated.get(mark, ())]
+        if len(plan.begin) > 1:
+            begins.sort(key=attrgetter("t_ns"))
+        if begins:
+            finishes = repeated.get(plan.end, ())
+            for index, (begin, finish) in enumerate(_paired(begins, finishes)):
+                self._draft_pair(plan, attempt, begin, finish, closes=True, index=index)
+
+    def _draft_pair(
+        self,
+        plan: _Plan,
+        attempt: Attempt,
+        begin: Stamp,
+        finish: Stamp | None,
+        *,
+        closes: bool,
+        index: int = 0,
+    ) -> None:
+        """A stage beside the chain. `closes`: also where nothing but the attempt's end ends it."""
+        if finish is not None:
+            draft = self._draft(
+                plan, attempt, finish.leg, begin, finish.t_ns, finish=finish, index=index
+            )
+            put_attributes(draft, finish)
+        else:
+            end = self._cut_short(plan.stage, attempt, begin) if closes else None
+            if end is None:
+                return
+            draft = self._draft(plan, attempt, begin.leg, begin, end.t_ns, index=index)
+            draft.conclude(end, guilty=False)
+        if plan.lands or (len(plan.begin) > 1 and self.landing.get(begin.mark) == plan.name):
+            put_attributes(draft, begin, overwrite=False)
+
+    def _cut_short(self, stage: Stage, attempt: Attempt, begin: Stamp) -> End | None:
+        if attempt.failure is not None:
+            return self.evidence.closing(stage, attempt, begin)
+        if self.evidence.is_current(attempt):
+            return self.evidence.given_up(stage, attempt, begin) or self.evidence.end
+        return None
+
+    def _draft_gaps(self, plan: _Plan, attempt: Attempt) -> None:
+        for index, stamp in enumerate(attempt.repeated.get(plan.end, ())):
             length = stamp.value(a.GAP_SECONDS)
             seconds = length if isinstance(length, int | float) and length > 0 else 0.0
             begin_ns = stamp.t_ns - round(min(seconds, 1e9) * 1e9)
-            draft = self._draft(stage, attempt, stamp.leg, begin_ns, stamp.t_ns, index=index)
+            draft = self._draft(plan, attempt, stamp.leg, begin_ns, stamp.t_ns, index=index)
             put_attributes(draft, stamp)
             draft.links += tuple(self._blocker_links([stamp]))
 
     def _draft(
         self,
-        stage: Stage,
+        plan: _Plan,
         attempt: Attempt,
         leg: Leg,
         begin: Stamp | int,
@@ -296,13 +363,12 @@ class _Assembly:
         finish: Stamp | None = None,
         index: int = 0,
     ) -> Draft:
-        plan = self.plans[stage.name]
-        number, name = attempt.number, stage.name
+        number, name = attempt.number, plan.name
         begin_ns = begin if isinstance(begin, int) else begin.t_ns
         draft = Draft(
             name,
-            derived_span_id(self.id_bases[number], name if not index else f"{name}/{index}"),
-            self._parent_id(stage, attempt),
+            derived_span_id(self.id_bases[number], f"{name}/{index}" if index else name),
+            self._parent_id(plan, attempt),
             leg,
             begin_ns,
             end_ns if end_ns > begin_ns else begin_ns,
@@ -314,7 +380,7 @@ class _Assembly:
         if end_ns < begin_ns:
             stamps = [stamp for stamp in (begin, finish) if isinstance(stamp, Stamp)]
             self._flag_disorder(draft, begin_ns - end_ns, stamps)
-        if self.evidence.is_foreign(leg):
+        if self.several_clocks and self.evidence.is_foreign(leg):
             self._place_on_own_clock(draft)
         drafts = self.drafts.get((number, name))
         if drafts is None:
@@ -342,12 +408,12 @@ class _Assembly:
         anchor = draft.leg.process.anchor
         draft.wall_offset_ns = anchor.wall_ns - anchor.monotonic_ns - draft.alignment.offset_ns
 
-    def _parent_id(self, stage: Stage, attempt: Attempt) -> str:
-        if stage.parent == ROOT_SPAN:
+    def _parent_id(self, plan: _Plan, attempt: Attempt) -> str:
+        if plan.at_root:
             return self.request.root_span_id
-        if stage.parent != ATTEMPT_SPAN:
+        if plan.nested_in is not None:
             # Chain stages are drafted first, so the parent is there if its marks are.
-            for draft in self.drafts.get((attempt.number, stage.parent), ()):
+            for draft in self.drafts.get((attempt.number, plan.nested_in), ()):
                 return draft.span_id
         return attempt.ids.span_id
 
@@ -362,7 +428,7 @@ class _Assembly:
 
     def _land_attributes(self, attempt: Attempt) -> None:
         for mark, stamp in attempt.first.items():
-            if mark in REPEATABLE_MARKS:
+            if mark not in _TELLING_MARKS:
                 continue
             drafts = self._drafts_of(self.landing.get(mark), attempt)
             if drafts:
@@ -400,17 +466,8 @@ class _Assembly:
 
     def _describe_wait(self, draft: Draft, stamps: Sequence[Stamp]) -> None:
         """Events for the changes; attributes for the reason that was in force longest."""
-        in_force: dict[str, int] = {}
-        longest: dict[str, tuple[int, Stamp]] = {}
-        until = [stamp.t_ns for stamp in stamps[1:]] + [draft.end_ns]
-        for stamp, end_ns in zip(stamps, until, strict=True):
-            reason = str(stamp.value(a.WAIT_REASON))
-            length = max(end_ns - max(stamp.t_ns, draft.begin_ns), 0)
-            in_force[reason] = in_force.get(reason, 0) + length
-            if reason not in longest or length > longest[reason][0]:
-                longest[reason] = (length, stamp)
-        dominant = max(in_force, key=lambda reason: in_force[reason])
-        draft.attributes.update(mark_attributes(longest[dominant][1], leave_out=a.WAIT_STAGE))
+        longest = stamps[0] if len(stamps) == 1 else _longest_wait(draft, stamps)
+        draft.attributes.update(mark_attributes(longest, leave_out=a.WAIT_STAGE))
         shown = stamps[:MAX_WAIT_EVENTS]
         for stamp in shown:
             draft.add_event("pd.wait", stamp.t_ns, mark_attributes(stamp))
@@ -571,6 +628,20 @@ class _Assembly:
                     and stage.roles & roles
                 ):
                     yield f"no {stage.name}"
+
+
+def _longest_wait(draft: Draft, stamps: Sequence[Stamp]) -> Stamp:
+    """Of the reason that was in force longest, the mark that was."""
+    in_force: dict[str, int] = {}
+    longest: dict[str, tuple[int, Stamp]] = {}
+    until = [stamp.t_ns for stamp in stamps[1:]] + [draft.end_ns]
+    for stamp, end_ns in zip(stamps, until, strict=True):
+        reason = str(stamp.value(a.WAIT_REASON))
+        length = max(end_ns - max(stamp.t_ns, draft.begin_ns), 0)
+        in_force[reason] = in_force.get(reason, 0) + length
+        if reason not in longest or length > longest[reason][0]:
+            longest[reason] = (length, stamp)
+    return longest[max(in_force, key=lambda reason: in_force[reason])][1]
 
 
 def _paired(

@@ -117,7 +117,7 @@ def _on_span(attr: a.Attr) -> bool:
 
 _STRING_LISTS = frozenset({a.FINISH_REASON.key, a.WAIT_BLOCKERS.key})
 _KEYS = {mark: tuple(attr.key for attr in spec.attrs) for mark, spec in MARKS.items()}
-_SPAN_KEYS: dict[Mark, tuple[str | None, ...]] = {
+SPAN_KEYS: dict[Mark, tuple[str | None, ...]] = {
     mark: tuple(attr.key if _on_span(attr) else None for attr in spec.attrs)
     if any(map(_on_span, spec.attrs))
     else ()
@@ -141,7 +141,7 @@ def set_attribute(attributes: dict[str, AttrValue], key: str, value: Value) -> N
 def put_attributes(draft: Draft, stamp: Stamp, *, overwrite: bool = True) -> None:
     """Copies those of a mark's attributes that belong on a stage's span."""
     attributes = draft.attributes
-    for key, value in zip(_SPAN_KEYS[stamp.mark], stamp.values, strict=False):
+    for key, value in zip(SPAN_KEYS[stamp.mark], stamp.values, strict=False):
         if value is not None and key is not None and (overwrite or key not in attributes):
             set_attribute(attributes, key, value)
 
