@@ -474,6 +474,64 @@ def agent(
             show_default=False,
         ),
     ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            "--http",
+            metavar="HOST:PORT",
+            help="Answer /inflight, /metrics and /health there; 127.0.0.1:0 takes a free port.",
+            show_default=False,
+        ),
+    ] = None,
+    http_any: Annotated[
+        bool, typer.Option("--http-any", help="Allow an address that is not loopback.")
+    ] = False,
+    deadline: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--deadline",
+            metavar="STAGE=SECONDS",
+            help="When the server itself gives a stage up; once for each stage.",
+            show_default=False,
+        ),
+    ] = None,
+    stuck_share: Annotated[
+        float | None,
+        typer.Option(
+            "--stuck-share",
+            metavar="PART",
+            help="Part of its deadline above which a stage is stuck (default 0.5).",
+            show_default=False,
+        ),
+    ] = None,
+    stuck_factor: Annotated[
+        float | None,
+        typer.Option(
+            "--stuck-factor",
+            metavar="TIMES",
+            help="Times its p99 above which a stage is stuck (default 3).",
+            show_default=False,
+        ),
+    ] = None,
+    stuck_floor: Annotated[
+        float | None,
+        typer.Option(
+            "--stuck-floor",
+            metavar="SECONDS",
+            help="No stage is stuck before (default 1).",
+            show_default=False,
+        ),
+    ] = None,
+    keep_rings: Annotated[
+        int | None,
+        typer.Option(
+            "--keep-rings",
+            metavar="N",
+            help="Finished rings to keep, the newest; older ones are deleted once their requests "
+            "are delivered (default 16).",
+            show_default=False,
+        ),
+    ] = None,
     until_closed: Annotated[
         bool, typer.Option("--until-closed", help="Exit when every ring is finished.")
     ] = False,
@@ -481,10 +539,23 @@ def agent(
 ) -> int:
     """Tail the rings of this host; write and export the spans of finished requests."""
     # It brings the exporters with it, which no other command needs.
-    from pdtrace.agent import agent_command  # noqa: PLC0415
+    from pdtrace.agent import agent_command, agent_config, http_config  # noqa: PLC0415
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    return agent_command(rings, out=out, until_closed=until_closed, as_json=as_json)
+    return agent_command(
+        rings,
+        out=out,
+        until_closed=until_closed,
+        as_json=as_json,
+        config=agent_config(
+            stuck_factor=stuck_factor,
+            stuck_share=stuck_share,
+            stuck_floor_s=stuck_floor,
+            deadlines=deadline or (),
+            keep_rings=keep_rings,
+        ),
+        http=http_config(http, any_host=http_any),
+    )
 
 
 def _console() -> tuple[Console, bool]:
