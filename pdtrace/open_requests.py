@@ -34,7 +34,14 @@ _WAIT_REASON_AT = place_of(Mark.WAITING, a.WAIT_REASON)
 _NAMING_MARKS = frozenset({Mark.WAITING, Mark.TOKEN_GAP})
 
 TELLING_MARKS = frozenset(
-    {Mark.RECEIVED, Mark.TOKENIZED, Mark.ROUTED, Mark.COMPLETED, Mark.WAITING}
+    {
+        Mark.RECEIVED,
+        Mark.TOKENIZED,
+        Mark.ROUTED,
+        Mark.DISPATCHED,
+        Mark.COMPLETED,
+        Mark.WAITING,
+    }
 )
 """Marks whose values `OpenRequest.told` reads."""
 
@@ -132,7 +139,7 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
     touched_ns  when a record of it was last read
     ended_ns    when its end was read; None while it goes on
     due_ns      when the tracker looks at it next without being told to
-    expected    workers it was routed to
+    expected    workers it was sent to
     ids         ids of attempts other than the context's
     outcome     as COMPLETED says
     """
@@ -198,11 +205,12 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
                 self._follow(PLANS[mode], (leg, record), to_home)
         elif mark is Mark.ROUTED:
             prefill, decode = value_at(record, _PREFILL_AT), value_at(record, _DECODE_AT)
-            workers = [str(worker) for worker in (prefill, decode) if worker]
-            self.expected = tuple(dict.fromkeys((*self.expected, *workers)))
             if record.attempt >= self.progress.attempt:
                 self.prefill_worker = str(prefill) if prefill else None
                 self.decode_worker = str(decode) if decode else None
+        elif mark is Mark.DISPATCHED:  # not earlier: who was only chosen may never hear of it
+            workers = [worker for worker in (self.prefill_worker, self.decode_worker) if worker]
+            self.expected = tuple(dict.fromkeys((*self.expected, *workers)))
         elif mark is Mark.COMPLETED:
             outcome = value_at(record, _OUTCOME_AT)
             self.outcome = str(outcome) if outcome else "completed"

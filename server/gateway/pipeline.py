@@ -290,8 +290,11 @@ class Gateway:
         await self._hold(call, "gateway.dispatch")
         reserve = min(call.max_tokens, self.settings.reserve_output_tokens)
         messages = leg_messages(call, request, choice, mode=self.mode, gateway=self.cluster.me)
-        # Before the first of them leaves: a worker's mark of its arrival must not come earlier.
+        # Before the first of them leaves: a worker's mark of its arrival must not come earlier, and
+        # if this process dies now, the worker is known to have had it.
         now_ns = time.monotonic_ns()
+        call.trace.mark(Mark.DISPATCHED, at_ns=now_ns)
+        call.stage_ended("gateway.dispatch", now_ns)
         attempt, refused = self.cluster.dispatch(
             messages,
             call.context,
@@ -304,8 +307,6 @@ class Gateway:
         call.attempt = attempt
         if refused is not None:
             raise WorkerLost(f"{refused.instance} takes no messages.")
-        call.trace.mark(Mark.DISPATCHED, at_ns=now_ns)
-        call.stage_ended("gateway.dispatch", now_ns)
         return attempt
 
     async def _relay(self, call: Call, attempt: Attempt, output: OutputStream) -> None:

@@ -271,6 +271,7 @@ async def test_openai_client_reads_both_forms(tmp_path: Path) -> None:
     assert [model.id for model in models.data] == ["fake"]
 
 
+@pytest.mark.case("ID-05")
 async def test_callers_id_is_in_every_message_mark_and_header(tmp_path: Path) -> None:
     async with gateway_under_test(tmp_path) as g:
         response = await g.complete(headers={"X-Request-Id": "abc 123"})
@@ -289,6 +290,7 @@ async def test_unusable_id_is_replaced_and_the_response_says_so(tmp_path: Path, 
     assert response.headers["x-request-id-replaced"] == "true"
 
 
+@pytest.mark.case("ID-01")
 async def test_two_requests_with_one_id_are_served_side_by_side(tmp_path: Path) -> None:
     async with gateway_under_test(tmp_path, decode_script=speak("Hello!", gap_s=0.01)) as g:
         answers = await asyncio.gather(*[g.complete(headers={"X-Request-Id": "a"}) for _ in "12"])
@@ -300,16 +302,28 @@ async def test_two_requests_with_one_id_are_served_side_by_side(tmp_path: Path) 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
+@pytest.mark.case("CTX-10")
+@pytest.mark.case("CTX-08")
 @pytest.mark.parametrize(
     ("name", "value", "continued", "flags"),
     [
         ("traceparent", f"00-{TRACE}-{SPAN}-01", True, "01"),
+        ("Traceparent", f"00-{TRACE}-{SPAN}-01", True, "01"),
         ("TRACEPARENT", f"00-{TRACE}-{SPAN}-01", True, "01"),
         ("traceparent", f"00-{TRACE}-{SPAN}-00", True, "00"),
+        ("traceparent", f"00-{TRACE}-{SPAN}-03", True, "01"),
         ("traceparent", f"00-{'0' * 32}-{SPAN}-01", False, "01"),
         ("traceparent", f"00-{TRACE}-{'0' * 16}-01", False, "01"),
         ("traceparent", f"00-{TRACE[1:]}-{SPAN}-01", False, "01"),
+        ("traceparent", f"00-{TRACE}0-{SPAN}-01", False, "01"),
+        ("traceparent", f"00-{TRACE}-{SPAN[1:]}-01", False, "01"),
+        ("traceparent", f"00-{TRACE[:-1]}g-{SPAN}-01", False, "01"),
+        ("traceparent", f"00-{TRACE.upper()}-{SPAN}-01", False, "01"),
+        ("traceparent", f"00_{TRACE}_{SPAN}_01", False, "01"),
+        ("traceparent", f"ff-{TRACE}-{SPAN}-01", False, "01"),
+        ("traceparent", f"00-{TRACE}-{SPAN}", False, "01"),
         ("traceparent", "00_zz", False, "01"),
+        ("traceparent", "", False, "01"),
         ("tracestate", "a=b", False, "01"),
     ],
 )
@@ -317,8 +331,11 @@ async def test_callers_trace_is_continued_or_a_new_one_begun(
     tmp_path: Path, name: str, value: str, continued: bool, flags: str
 ) -> None:
     async with gateway_under_test(tmp_path) as g:
-        response = await g.complete(headers={name: value})
-        context = g.decode.requests[0].context
+        response = await g.complete(headers={"tracestate": "vendor=1", name: value})
+        context, other = (worker.requests[0].context for worker in (g.decode, g.prefill))
+    assert response.status_code == 200
+    assert other == context
+    assert context.tracestate == ("vendor=1" if continued else "")
     version, trace_id, span_id, sent_flags = response.headers["traceparent"].split("-")
     assert (version, sent_flags) == ("00", flags)
     assert (trace_id == TRACE) is continued

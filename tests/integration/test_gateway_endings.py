@@ -231,10 +231,11 @@ async def test_client_that_leaves_the_queue_lets_the_next_one_in(tmp_path: Path)
         outcomes = [values[0] for values in g.marks(Mark.COMPLETED)]
         waits = g.marks(Mark.WAITING)
     assert outcomes.count(Outcome.CANCELLED) == 2
-    assert [w[1] for w in waits] == [WaitReason.CONCURRENCY] * 2
-    assert waits[1][2:6] == (1, 0, 1, 1)
+    assert {w[1] for w in waits} == {WaitReason.CONCURRENCY}
+    assert waits[1][2:6] == (1, 0, 1, 1)  # the other one may follow, once it has moved up
 
 
+@pytest.mark.case("CTX-12")
 async def test_fifty_closed_streams_leave_no_noise(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -42,6 +42,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any] | bytes, dict[str, str], int, str]]
 ]
 
 
+@pytest.mark.case("API-09")
 @pytest.mark.parametrize(
     ("content", "headers", "status", "code"),
     [case[1:] for case in BAD_REQUESTS],

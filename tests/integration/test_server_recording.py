@@ -157,6 +157,7 @@ def test_response_names_the_trace(
         assert timelines[name].trace_id in run[1][name].headers["traceparent"]
 
 
+@pytest.mark.case("API-09")
 def test_refused_request_is_a_gateway_span_with_its_status(
     recording: Recording, timelines: dict[str, Timeline]
 ) -> None:
@@ -167,6 +168,7 @@ def test_refused_request_is_a_gateway_span_with_its_status(
     assert spans_of(trace, "pd-gateway") == list(trace.spans)
 
 
+@pytest.mark.case("CAN-10")
 def test_client_that_left_is_cancelled_by_the_client(timelines: dict[str, Timeline]) -> None:
     assert timelines["left"].outcome is Outcome.CANCELLED
     assert timelines["left"].outcome_by == "client"

@@ -271,6 +271,15 @@ class TransferWorker:
         if message.last:
             trace.mark(Mark.KV_LANDED, handoff.num_bytes, at_ns=event.finished_ns)
             trace.end()
+            context = handoff.first.context
+            _logger.info(
+                "request_id=%s trace_id=%s handoff_id=%s outcome=completed jobs=%d bytes=%d",
+                context.request_id,
+                context.trace_id,
+                context.handoff_id,
+                message.index + 1,
+                handoff.num_bytes,
+            )
             self.jobs.give_up(handoff, CopyState.CANCELLED)
             self.jobs.close(handoff.handoff_id)
         done = CopyDone(
@@ -316,7 +325,16 @@ class TransferWorker:
         handoff.trace.end()
         self.jobs.close(handoff.handoff_id)
         level = logging.INFO if reason is Reason.CANCELLED else logging.WARNING
-        _logger.log(level, "handoff %s: copy ended: %s: %s", handoff.handoff_id, reason, message)
+        _logger.log(
+            level,
+            "request_id=%s trace_id=%s handoff_id=%s outcome=%s reason=%s: %s",
+            handoff.first.context.request_id,
+            handoff.first.context.trace_id,
+            handoff.handoff_id,
+            outcome,
+            reason,
+            message,
+        )
         failed = CopyFailed(
             handoff_id=handoff.handoff_id, index=index, reason=reason, message=message
         )

@@ -102,18 +102,27 @@ def test_leg_that_goes_on_recording_is_not_waited_for_without_end() -> None:
     assert len(tracker.finished(MAX_GRACES * GRACE_NS)) == 1
 
 
-def test_worker_that_was_chosen_is_waited_for_before_it_is_heard() -> None:
+def test_worker_that_it_was_sent_to_is_waited_for_before_it_is_heard() -> None:
     tracker = tracker_of()
-    tracker.feed(GATEWAY, [opened(), routed(), mark(Mark.COMPLETED), ended()], 0)
+    records = [opened(), routed(), mark(Mark.DISPATCHED), mark(Mark.COMPLETED), ended()]
+    tracker.feed(GATEWAY, records, 0)
     assert tracker.finished(0) == []
     for ring in (PREFILL, DECODE):
         tracker.feed(ring, [opened(), ended()], 1)
     assert [request.gave_up for request in tracker.finished(1)] == [None]
 
 
+def test_worker_that_was_only_chosen_is_not_waited_for() -> None:
+    # The client left before the request was sent to anybody.
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, [opened(), routed(), mark(Mark.COMPLETED), ended()], 0)
+    assert [request.gave_up for request in tracker.finished(0)] == [None]
+
+
 def test_worker_of_another_host_is_not_waited_for() -> None:
     tracker = tracker_of()
-    records = [opened(), routed("prefill-9", "decode-9"), mark(Mark.COMPLETED), ended()]
+    chosen = routed("prefill-9", "decode-9")
+    records = [opened(), chosen, mark(Mark.DISPATCHED), mark(Mark.COMPLETED), ended()]
     tracker.feed(GATEWAY, records, 0)
     assert len(tracker.finished(0)) == 1
 
