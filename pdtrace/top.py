@@ -30,7 +30,7 @@ from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState
 from pdtrace.live import LookSource
 from pdtrace.palette import COLOURS
 from pdtrace.render import clean, translated
-from pdtrace.stages import STAGE_BY_NAME
+from pdtrace.stages import STAGE_BY_NAME, Role
 from pdtrace.waits import describe_wait_now, listed
 
 TOP_SCHEMA = "pdtrace.top/1"
@@ -42,6 +42,7 @@ _WIDE = 110
 _LEAST_USUAL_S = 1e-3
 _SLOW_RATIO = 3.0
 _FULL_DETAIL = 3
+_ROLES = tuple(role.value for role in Role)
 _STATE_STYLES = {
     ProcessState.ALIVE: "green",
     ProcessState.STALLED: "bold red",
@@ -105,8 +106,9 @@ def top_view(
 ) -> RenderableType:
     """One look, at most `width` columns; with `height` no more lines than that, about."""
     requests = ordered(look.requests, stage)
-    blocks: list[RenderableType] = [_headline(look, requests, source, stage)]
-    below = [*_process_blocks(look.processes, width), *_problem_blocks(look.problems)]
+    processes = sorted(look.processes, key=_place)
+    blocks: list[RenderableType] = [_headline(look, processes, requests, source, stage)]
+    below = [*_process_blocks(processes, width), *_problem_blocks(look.problems)]
     if requests:
         rows = _Rows(look, wide=width >= _WIDE)
         room = None
@@ -119,20 +121,30 @@ def top_view(
     return translated([*blocks, *below], ascii_only=ascii_only)
 
 
+def _place(process: ProcessNow) -> tuple[int, str, str]:
+    """As requests go through them."""
+    role = _ROLES.index(process.role) if process.role in _ROLES else len(_ROLES)
+    return (role, process.host_id, process.instance)
+
+
 def _headline(
-    look: Look, requests: Sequence[InFlight], source: str, stage: str | None
+    look: Look,
+    processes: Sequence[ProcessNow],
+    requests: Sequence[InFlight],
+    source: str,
+    stage: str | None,
 ) -> RenderableType:
     at = datetime.fromtimestamp(look.at_ns // 10**9, UTC)
     where = f" in {stage}" if stage else ""
     if not requests:
-        return Text(clean(f"No request is in flight{where}{_standing(look.processes)}."))
+        return Text(clean(f"No request is in flight{where}{_standing(processes)}."))
     waiting = [request for request in requests if request.ended is None]
     parts = [f"{_many(len(waiting), 'request')} in flight{where}"]
     if stuck := sum(request.stuck for request in waiting):
         parts.append(f"{stuck} stuck")
     if finishing := len(requests) - len(waiting):
         parts.append(f"{finishing} answered and not let go of")
-    line = Text(", ".join(parts), style="bold")
+    line = Text(", ".join(parts), style="bold", no_wrap=True, overflow="ellipsis")
     line.append(clean(f" · {source} · {at:%H:%M:%S} UTC"), style="dim")
     return line
 
@@ -228,9 +240,13 @@ class _Rows:
                 lines[clean(" · ".join(facts))] = "dim"
         if waits := _waits_for(request):
             lines[clean(waits)] = ""
-        process = self._processes.get(request.worker or "")
-        if process is not None and (standing := standing_of(process)):
-            lines[clean(standing)] = "bold red"
+        concerned = [request.worker]
+        if request.ended is not None:
+            concerned += [request.prefill_worker, request.decode_worker]
+        for name in dict.fromkeys(concerned):
+            process = self._processes.get(name or "")
+            if process is not None and (standing := standing_of(process)):
+                lines[clean(standing)] = "bold red"
         if request.ended is not None:
             lines[clean(f"answered ({request.ended}), not yet let go of by all workers")] = "dim"
         if request.incomplete:
