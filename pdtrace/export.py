@@ -265,8 +265,10 @@ def _sampler() -> Sampler:
 
 
 def _missing(error: ImportError) -> ExportConfigError:
+    if (error.name or "").partition(".")[0] == "pdtrace":
+        raise error  # our own fault, and no package to install
     return ExportConfigError(
-        f"the OTEL_* variables ask for export, but a package is missing ({error}): "
+        f"the OTEL_* variables ask for export, but a package is missing or another one ({error}): "
         "pip install opentelemetry-sdk opentelemetry-exporter-otlp, "
         "or set OTEL_TRACES_EXPORTER=none"
     )

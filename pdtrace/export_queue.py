@@ -345,6 +345,8 @@ class _Lane:
         with self._changed:
             self._stock = None
             self._unread.update({n: c for n, c in counts.items() if n >= self._oldest})
+            waiting = sum(self._unread.values())
+        _log.info("%s: %d spans wait in the files and are sent now", self._target.name, waiting)
 
     def _next_batch(self) -> list[_Entry] | None:
         """Waits for a full batch or the delay; None when closing and empty, or abandoned."""

@@ -471,40 +471,6 @@ def test_agent_with_a_hanging_collector_writes_its_files_and_exits_in_time(
     assert summary.lines_lost == 0
 
 
-@pytest.mark.parametrize("receiver", [silent_receiver, refusing_receiver])
-@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
-def test_agent_process_ends_in_time_whatever_the_collector_does(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, receiver: Receiver, protocol: str
-) -> None:
-    recorders = open_recorders(tmp_path / "rings")
-    record_request(recorders)
-    with receiver() as received:
-        monkeypatch.setenv(BASE, received.endpoint)
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
-        agent = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "pdtrace.agent"),
-                *("--rings", str(tmp_path / "rings"), "--out", str(tmp_path)),
-            ],
-            cwd=Path(__file__).resolve().parents[3],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        eventually(lambda: bool(list((tmp_path / "traces").glob("*.jsonl"))), within_s=30)
-        traces = tmp_path / "traces" / "spans-000001.jsonl"
-        eventually(lambda: traces.stat().st_size > 0, within_s=30)
-        begin_s = time.monotonic()
-        agent.terminate()
-        _, err = agent.communicate(timeout=30)
-        took_s = time.monotonic() - begin_s
-    for recorder in recorders.values():
-        recorder.close()
-    assert agent.returncode == 0, err
-    assert took_s < 5, "2 s to flush, 1 s of grace for rings that are still open, and the process"
-    assert err.count("were not exported") == 1
-    assert "Traceback" not in err
-
-
 def test_collector_that_comes_back_gets_what_was_kept(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

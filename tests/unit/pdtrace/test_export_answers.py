@@ -208,6 +208,7 @@ def test_refusal_carries_the_collectors_words_cut_and_printable(
         (403, Sent.REFUSED),
         (404, Sent.REFUSED),
         (413, Sent.TOO_LARGE),
+        (408, Sent.REFUSED),
         (429, Sent.RETRY),
         (500, Sent.REFUSED),
         (501, Sent.REFUSED),
@@ -221,6 +222,11 @@ def test_refusal_carries_the_collectors_words_cut_and_printable(
 )
 def test_statuses_mean_what_the_specification_says(status: int, sent: Sent) -> None:
     assert http_answer(status, "", {}, b"").sent is sent
+
+
+def test_go_servers_answer_400_to_what_is_too_large() -> None:
+    answer = http_answer(400, "Bad Request", {}, b"http: request body too large")
+    assert answer.sent is Sent.TOO_LARGE
 
 
 @pytest.mark.parametrize("receiver", [http_receiver, grpc_receiver])
@@ -399,6 +405,18 @@ def test_reason_of_a_connection_is_the_deepest_one() -> None:
     assert connection_fault(raised.value, 1) == "Connection refused"
     assert connection_fault(KeyError(), 1) == "KeyError"
     assert connection_fault(None, 1) == "no answer"
+
+
+@pytest.mark.parametrize("receiver", [http_receiver, grpc_receiver])
+def test_timeout_in_milliseconds_is_not_waited_for_in_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, receiver: Receiver
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "10000")
+    with receiver() as received:
+        target = target_of(receiver, received)
+        assert target.send(SPANS) == TAKEN
+        target.shutdown()
+    assert "10000 is taken as 60" in caplog.text
 
 
 @pytest.mark.parametrize("connect", [otlp_http_target, otlp_grpc_target])
