@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
 
 from pdtrace import semconv as a
@@ -33,6 +34,7 @@ from pdtrace.evidence import (
     derived_span_id,
     first_of,
     span_id_base,
+    span_id_salt,
 )
 from pdtrace.spans import AttrValue, Link, Span, SpanKind
 from pdtrace.stages import (
@@ -114,7 +116,13 @@ class _Plan:
     nested_in: str | None
     gap_ns: int
     kind: SpanKind
+    salt: int
     attributes: dict[str, AttrValue]
+
+
+@lru_cache(maxsize=10_000)
+def _salt(name: str, index: int) -> int:
+    return span_id_salt(f"{name}/{index}")
 
 
 def _plan(stage: Stage, mode: Mode) -> _Plan:
@@ -133,6 +141,7 @@ def _plan(stage: Stage, mode: Mode) -> _Plan:
         nested_in=None if stage.parent in (ROOT_SPAN, ATTEMPT_SPAN) else stage.parent,
         gap_ns=CHAIN_GAP_NS if in_chain else SIDE_GAP_NS,
         kind=SpanKind.SERVER if stage.server else SpanKind.INTERNAL,
+        salt=span_id_salt(stage.name),
         attributes={a.STAGE.key: stage.name, a.STAGE_KIND.key: stage.kind.value},
     )
 
@@ -367,7 +376,7 @@ class _Assembly:
         begin_ns = begin if isinstance(begin, int) else begin.t_ns
         draft = Draft(
             name,
-            derived_span_id(self.id_bases[number], f"{name}/{index}" if index else name),
+            derived_span_id(self.id_bases[number], plan.salt if not index else _salt(name, index)),
             self._parent_id(plan, attempt),
             leg,
             begin_ns,
@@ -427,14 +436,18 @@ class _Assembly:
         return attributes
 
     def _land_attributes(self, attempt: Attempt) -> None:
+        number, last = attempt.number, self.evidence.last_attempt.number
         for mark, stamp in attempt.first.items():
             if mark not in _TELLING_MARKS:
                 continue
-            drafts = self._drafts_of(self.landing.get(mark), attempt)
+            name = self.landing.get(mark)
+            drafts = None
+            if name is not None:
+                drafts = self.drafts.get((last if self.plans[name].at_root else number, name))
             if drafts:
                 put_attributes(drafts[0], stamp, overwrite=False)
             else:
-                self.homeless.setdefault(attempt.number, []).append(stamp)
+                self.homeless.setdefault(number, []).append(stamp)
 
     def _drafts_of(self, name: str | None, attempt: Attempt) -> Sequence[Draft]:
         """Spans of a stage in `attempt`; the request's own stages stand with its last attempt."""
@@ -486,6 +499,8 @@ class _Assembly:
 
     def _attach_steps(self, attempt: Attempt) -> None:
         """The forward passes of the two stages that consist of them."""
+        if not any(leg.steps for leg in self.evidence.legs):
+            return
         for name, kind in _STEPS_OF.items():
             for draft in self.drafts.get((attempt.number, name), ()):
                 for steps in draft.leg.steps:
@@ -577,9 +592,11 @@ class _Assembly:
         for stamp in evidence.stamps:
             if stamp.mark is Mark.ABORTED:
                 continue
-            for key, value in zip(_ROOT_KEYS[stamp.mark], stamp.values, strict=False):
-                if key is not None:
-                    set_attribute(attributes, key, value)
+            keys = _ROOT_KEYS[stamp.mark]
+            if keys:
+                for key, value in zip(keys, stamp.values, strict=False):
+                    if key is not None:
+                        set_attribute(attributes, key, value)
         draft = Draft(
             name=_root_name(attributes),
             span_id=self.request.root_span_id,

@@ -140,10 +140,16 @@ def set_attribute(attributes: dict[str, AttrValue], key: str, value: Value) -> N
 
 def put_attributes(draft: Draft, stamp: Stamp, *, overwrite: bool = True) -> None:
     """Copies those of a mark's attributes that belong on a stage's span."""
+    keys = SPAN_KEYS[stamp.mark]
+    if not keys:
+        return
     attributes = draft.attributes
-    for key, value in zip(SPAN_KEYS[stamp.mark], stamp.values, strict=False):
+    for key, value in zip(keys, stamp.values, strict=False):
         if value is not None and key is not None and (overwrite or key not in attributes):
-            set_attribute(attributes, key, value)
+            if key in _STRING_LISTS:
+                set_attribute(attributes, key, value)
+            else:
+                attributes[key] = value
 
 
 def mark_attributes(stamp: Stamp, *, leave_out: a.Attr | None = None) -> dict[str, AttrValue]:

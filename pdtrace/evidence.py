@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from hashlib import blake2b
 from operator import attrgetter
 
@@ -146,25 +145,25 @@ class Attempt:
         return not REQUEST_MARKS.issuperset(self.first)
 
 
-@cache
-def _salt(name: str) -> int:
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
-
-
-def derived_span_id(base: int, name: str) -> str:
+def derived_span_id(base: int, salt: int) -> str:
     """A span id that is the same whenever the same request is assembled: 16 hex digits.
 
-    base  of the attempt (`span_id_base`): drawn from the ids that the gateway made
-    name  what tells the span from the attempt's others. The digests of two names differ, so two
-          spans of one attempt never have the same id; those of two attempts are as random as theirs
+    base  of the attempt, `span_id_base`
+    salt  of the span in it, `span_id_salt`. Two salts differ, so two spans of one attempt never
+          have the same id; ids of different attempts are as random as their bases
     """
-    return f"{(base ^ _salt(name)) or 1:016x}"
+    return f"{(base ^ salt) or 1:016x}"
 
 
 def span_id_base(root_span_id: str, attempt_span_id: str) -> int:
-    """64 bits that stand for an attempt, as random as the ids that they are made of."""
-    digest = blake2b(f"{root_span_id}/{attempt_span_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest)
+    """64 bits that stand for an attempt, as random as the ids that they are made of: the gateway
+    draws these from the operating system's entropy."""
+    return span_id_salt(f"{root_span_id}/{attempt_span_id}")
+
+
+def span_id_salt(name: str) -> int:
+    """64 bits that stand for a name."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
 
 
 class Evidence:
@@ -292,7 +291,7 @@ class Evidence:
             return known
         root = self.request.root_span_id
         base = span_id_base(root, ATTEMPT_SPAN)
-        return AttemptIds(span_id=derived_span_id(base, str(number)))
+        return AttemptIds(span_id=derived_span_id(base, span_id_salt(str(number))))
 
     def _mode(self) -> Mode:
         tokenized = self.first.get(Mark.TOKENIZED)
