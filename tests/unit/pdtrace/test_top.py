@@ -411,3 +411,11 @@ def test_interrupted_pipe_is_exit_code_0(run: Path) -> None:
         process.stdout.read()
         assert process.wait(timeout=60) == 0
         assert process.stderr.read() == b""
+
+
+def test_every_json_key_is_documented() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    document = top_document(LOOK, source="run")
+    keys = set(document) | set(document["requests"][0]) | set(document["processes"][0])
+    keys |= set(document["requests"][0]["wait"])
+    assert {key for key in keys if f"`{key}`" not in page} == set()
