@@ -1,8 +1,9 @@
 """The leaves of a finished request without its timeline, where its spans are as they should be.
 
 Owns a shortcut: `screen` gives what `baselines.leaves(build_timeline(...))` would at a tenth of the
-cost, or None where a span is odd (retried, another clock, a stage twice, no exact times); the
-timeline then has the say. Pure; knows nothing of baselines' statistics or of what counts as slow.
+cost, or None where a span is odd (retried, a clock that nobody compared, a stage twice, no exact
+times); the timeline then has the say. Pure; knows nothing of the statistics of peers or of what
+counts as slow.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import partial
 from typing import NamedTuple, cast
 
 from pdtrace import semconv as a
-from pdtrace.attributes import integer, text
+from pdtrace.attributes import host_id, integer, text
 from pdtrace.baselines import NESTED_LEAVES, Key, Leaf, leaf_tokens
 from pdtrace.intervals import Interval, paint
 from pdtrace.placement import (
@@ -36,6 +37,7 @@ from pdtrace.stages import (
 
 _SPAN, _STAGE, _ATTEMPT = a.SPAN.key, a.STAGE.key, a.ATTEMPT.key
 _BEGIN, _END = a.BEGIN_NS.key, a.END_NS.key
+_OFFSET, _ERROR = a.CLOCK_OFFSET_NS.key, a.CLOCK_ERROR_NS.key
 _OF_ATTEMPT = frozenset(stage.name for stage in STAGES if stage.parent == ATTEMPT_SPAN)
 _SCALED = frozenset(stage.name for stage in STAGES if stage.scale is not Scale.CONSTANT)
 # Work before waits, as in the details of a timeline.
@@ -126,6 +128,8 @@ def _place(
     inner: dict[str, list[Interval]] = {}
     places = chain.places
     low, high = wall - origin - CLOCK_AGREEMENT_NS, wall - origin + CLOCK_AGREEMENT_NS
+    home = host_id(spans[0])
+    at_home = {id(spans[0].resource)}
     attempt: AttrValue | None = None
     for span in spans[1:]:
         facts = span.attributes
@@ -138,12 +142,21 @@ def _place(
         if (
             type(begin) is not int
             or type(end) is not int
-            or not low <= start - begin <= high
             or not EARLIEST_WALL_NS <= start <= span.end_ns <= LATEST_WALL_NS
             or _SPAN in facts
             or name == ROOT_SPAN
         ):
             return None
+        if _OFFSET in facts:
+            offset, error = facts[_OFFSET], facts.get(_ERROR)
+            if type(offset) is not int or type(error) is not int or error < 0:
+                return None  # its clock may be corrected by what causes must precede
+        elif not low <= start - begin <= high:
+            return None
+        elif id(span.resource) not in at_home:
+            if host_id(span) not in {None, home}:
+                return None
+            at_home.add(id(span.resource))
         place = places.get(name)
         if place is not None:
             if intervals[place] is not None:

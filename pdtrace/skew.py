@@ -144,6 +144,8 @@ def read_on(span: Span, root: Span | None, *, exact: bool) -> Reading:
 
 def _bound(span: Span) -> int | None:
     error_ns = integer(span.attributes, a.CLOCK_ERROR_NS)
+    if integer(span.attributes, a.CLOCK_OFFSET_NS) is None:
+        return None  # another writer's attribute
     return None if error_ns is None or error_ns < 0 else error_ns
 
 

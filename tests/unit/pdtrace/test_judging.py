@@ -16,7 +16,7 @@ from pdtrace.baselines import RollingBaselines, is_peer, leaves
 from pdtrace.judging import RollingJudge
 from pdtrace.resource import process_of
 from pdtrace.screening import screen
-from pdtrace.spans import AttrValue, Span, Trace
+from pdtrace.spans import AttrValue, Resource, Span, Trace
 from pdtrace.stages import CHAINS, Mode, Outcome, WaitReason
 from pdtrace.testing import FakeClock, MemoryRings, Wait, record_request
 from pdtrace.timeline import build_timeline
@@ -190,6 +190,27 @@ def moved(span: Span, shift: int) -> Span:
     return replace(span, attributes={**span.attributes, **exact}, start_ns=wall, end_ns=wall + 5)
 
 
+def is_beside(span: Span, other: Span) -> bool:
+    """Whether both come from one process."""
+    return span.resource.attributes["service.name"] == other.resource.attributes["service.name"]
+
+
+def elsewhere(span: Span, how: str, shift: int) -> Span:
+    """Read on the clock of another host, measured or not, or of one without a name."""
+    resource = dict(span.resource.attributes)
+    resource["host.id"] = "host-b"
+    if how == "nameless":
+        del resource["host.id"]
+    facts = dict(span.attributes)
+    if how == "measured":
+        facts |= {a.CLOCK_OFFSET_NS.key: shift, a.CLOCK_ERROR_NS.key: 20_000}
+        span = replace(span, start_ns=span.start_ns + shift, end_ns=span.end_ns + shift)
+    elif how == "away":
+        span = moved(span, shift)
+        facts = dict(span.attributes)
+    return replace(span, resource=Resource(attributes=resource), attributes=facts)
+
+
 SHIFTS = st.integers(-3_000_000, 3_000_000) | st.integers(-(10**10), 10**10)
 ODD_VALUES: st.SearchStrategy[AttrValue | None] = st.one_of(
     st.none(),
@@ -199,10 +220,11 @@ ODD_VALUES: st.SearchStrategy[AttrValue | None] = st.one_of(
     st.just(2.0),
     st.just((1, 2)),
 )
+CHANGES = ["cut", "twice", "move", "clock", "name", "away", "measured", "nameless"]
 KEYS = st.sampled_from(
     [
         *(a.SPAN, a.STAGE, a.ATTEMPT, a.BEGIN_NS, a.END_NS, a.MODE, a.STREAM, a.OUTCOME),
-        *(a.PROMPT_TOKENS, a.CACHED_TOKENS, a.OUTPUT_TOKENS),
+        *(a.PROMPT_TOKENS, a.CACHED_TOKENS, a.OUTPUT_TOKENS, a.CLOCK_OFFSET_NS, a.CLOCK_ERROR_NS),
     ]
 )
 
@@ -210,7 +232,7 @@ KEYS = st.sampled_from(
 @given(
     seed=st.integers(0, 50),
     changes=st.lists(
-        st.tuples(st.integers(0, 40), st.sampled_from(["cut", "twice", "move", "clock", "name"]))
+        st.tuples(st.integers(0, 40), st.sampled_from(CHANGES))
         | st.tuples(st.integers(0, 40), st.tuples(KEYS, ODD_VALUES)),
         max_size=3,
     ),
@@ -242,6 +264,11 @@ def test_odd_spans_change_the_leaves_or_the_way_but_never_the_result(
             spans[index] = replace(span, start_ns=max(0, span.start_ns + shift))
         elif change == "move":
             spans[index] = moved(span, shift)
+        elif change in {"away", "measured", "nameless"}:
+            spans = [
+                elsewhere(other, change, shift) if is_beside(other, span) else other
+                for other in spans
+            ]
     assert_same_leaves(spans)
 
 
