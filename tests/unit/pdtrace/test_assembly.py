@@ -14,10 +14,11 @@ from pdtrace import semconv as a
 from pdtrace.assembly import MAX_WAIT_EVENTS, assemble
 from pdtrace.clock import ClockAnchor
 from pdtrace.collected import AttemptIds, CollectedRequest, Leg
+from pdtrace.evidence import derived_span_id, span_id_base, span_id_salt
 from pdtrace.ring.records import MarkRecord, Value
 from pdtrace.semconv import AttrType
 from pdtrace.spans import Span, SpanKind, StatusCode, Trace
-from pdtrace.stages import CHAINS, MARKS, STAGE_BY_NAME, Mark, Mode, Role
+from pdtrace.stages import CHAINS, MARKS, STAGE_BY_NAME, STAGES, Mark, Mode, Role
 from pdtrace.timeline import Timeline, build_timeline
 from tests.support.marked_requests import (
     DECODE,
@@ -630,6 +631,17 @@ def test_span_ids_are_the_same_every_time_and_differ_between_stages() -> None:
     one, two = (assemble(request_of(pd_moments())) for _ in range(2))
     assert [span.span_id for span in one] == [span.span_id for span in two]
     assert len({span.span_id for span in one}) == len(one)
+
+
+def test_no_two_spans_of_an_attempt_can_have_the_same_id() -> None:
+    names = [stage.name for stage in STAGES]
+    names += [f"{name}/{number}" for name in names for number in range(1, 2_000)]
+    assert len({span_id_salt(name) for name in names}) == len(names)
+    bases = [span_id_base(ROOT_ID, f"{attempt:016x}") for attempt in range(100)]
+    ids = {derived_span_id(base, span_id_salt(name)) for base in bases for name in names[:50]}
+    assert len(ids) == 100 * 50
+    assert {len(span_id) for span_id in ids} == {16}
+    assert derived_span_id(5, 5) == "0000000000000001"  # zero is no id
 
 
 def test_request_without_marks_has_no_spans() -> None:
