@@ -40,6 +40,7 @@ from pdtrace.stages import StepKind
 Case = Callable[[int], None]
 
 SDK_PART = 4  # an SDK span takes so much longer that fewer of them do
+BETWEEN_PART = 20
 FOUR_INTS = (3, 18, 829_440, 2)
 FIVE_WITH_STRINGS = ("prefill-0", "decode-0", "least_loaded", 4, "fewest waiting tokens")
 BLOCKERS = ("req-0123456789abcdef", "req-fedcba9876543210")
@@ -89,6 +90,29 @@ class Measured:
 
 def do_nothing(_mark: Mark) -> None:
     """What any call costs."""
+
+
+class BetweenOtherWork:
+    """Calls in bursts, each after a millisecond's sleep and a megabyte of other memory: as in a
+    program that serves. The clock is the time of the bursts alone."""
+
+    BURST = 20
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._other = bytearray(1 << 20)
+        self._spent_ns = 0
+
+    def run(self, calls: int) -> None:
+        for _ in range(calls // self.BURST):
+            time.sleep(0.001)
+            self._other = bytearray(self._other)
+            begin = time.thread_time_ns()
+            self._case(self.BURST)
+            self._spent_ns += time.thread_time_ns() - begin
+
+    def clock(self) -> int:
+        return self._spent_ns
 
 
 def recorder_cases(
@@ -158,6 +182,7 @@ def recorder_cases(
         for _ in range(calls):
             begin(context).end()
 
+    between = BetweenOtherWork(four)
     disabled = Recorder.disabled().begin(context)
 
     def off(calls: int) -> None:
@@ -169,6 +194,13 @@ def recorder_cases(
         Measured("no_op_ns", "call of a function that does nothing", no_op),
         Measured("mark_ns", "mark", bare),
         Measured("mark_4_attrs_ns", "mark, 4 attributes", four),
+        Measured(
+            "mark_4_attrs_between_ns",
+            "mark, 4 attributes, between other work",
+            between.run,
+            between.clock,
+            part=BETWEEN_PART,
+        ),
         Measured("mark_8_attrs_ns", "mark, 8 attributes", eight),
         Measured("mark_5_strings_ns", "mark, 5 attributes, 4 of them strings", strings),
         Measured("step_16_members_ns", "step, 16 members", steps_of(16)),
@@ -244,7 +276,8 @@ def ratios(of: Measured, to: Measured) -> dict[str, float]:
 
 
 def estimates(costs: Costs, by_key: Mapping[str, Measured]) -> dict[str, float]:
-    """What the budget guard believes a record costs, over what it was measured to cost."""
+    """What the budget guard believes a record costs, over what it was measured to cost in a tight
+    loop: about BETWEEN_OTHER_WORK."""
     believed = {
         "mark_ns": costs.record,
         "mark_4_attrs_ns": costs.record + 4 * 8 * costs.byte,
@@ -288,6 +321,7 @@ COMPARED = {
     "ratio_8_attrs": ("sdk_span_8_attrs_ns", "mark_8_attrs_ns"),
     "ratio_4_attrs_exported": ("sdk_span_4_attrs_exported_ns", "mark_4_attrs_ns"),
     "ratio_no_op": ("mark_ns", "no_op_ns"),
+    "ratio_between": ("mark_4_attrs_between_ns", "mark_4_attrs_ns"),
 }
 
 

@@ -31,6 +31,8 @@ WINDOW_NS = 1_000_000_000
 """Costs count for about this long: a burst as short as a few blocks lowers nothing."""
 WAIT_BYTES = 96
 """Of the values of a wait, about."""
+SHED_PART = 0.3
+"""Of a record's cost: the call that leaves something out, and its count."""
 HOLD_NS = 2_000_000_000
 MIN_LOOK_NS = 10_000_000
 """Looks closer together than this are put together: a share of less time says little."""
@@ -149,6 +151,12 @@ class Budget:
         num_marks = work.records - then.records - num_waits - (work.steps - then.steps)
         num_bytes = work.bytes - then.bytes - num_waits * WAIT_BYTES
         essential = max(0, num_marks) * costs.record + max(0, num_bytes) * costs.byte
+        num_shed = (
+            (work.shed_attributes - then.shed_attributes)
+            + (work.shed_waits - then.shed_waits)
+            + (work.shed_steps - then.shed_steps)
+        )
+        essential += num_shed * SHED_PART * costs.record
         marks = essential + (work.shed_attributes - then.shed_attributes) * costs.attributes
         with_waits = marks + waits + (work.shed_waits - then.shed_waits) * costs.wait
         full = (

@@ -108,12 +108,19 @@ def test_a_steady_load_settles_on_one_level(marks: int, waits: int, steps: int, 
     assert len(changes) <= 3
 
 
-@pytest.mark.parametrize("factor", [1.1, 2.0, 10.0])
+@pytest.mark.parametrize("factor", [1.1, 2.0, 4.0])
 def test_detail_goes_down_before_the_budget_is_exceeded(factor: float):
     steps = round(factor * BUDGET * 1e9 / (COSTS.step + 16 * COSTS.member))
     details, shares = run([(10.0, Load(marks=1000, steps=steps))], look_s=0.011)
     assert details[-1] is Detail.WAITS
     assert max(shares) <= BUDGET
+
+
+def test_leaving_out_costs_something_too():
+    """So many steps that counting them alone exceeds the budget: the share says so."""
+    details, shares = run([(10.0, Load(steps=100_000))])
+    assert details[-1] is Detail.ESSENTIAL
+    assert shares[-1] > BUDGET
 
 
 def test_a_burst_lowers_nothing():

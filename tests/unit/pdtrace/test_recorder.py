@@ -767,7 +767,7 @@ def test_what_is_no_blocker_never_reaches_the_request(wrong: object, tmp_path: P
 
 # The budget
 
-_COSTS = Costs(record=1000, byte=10, attributes=500, wait=3000, step=2000, member=20)
+_COSTS = Costs(record=1000, byte=50, attributes=500, wait=3000, step=2000, member=20)
 
 
 @pytest.fixture
@@ -822,7 +822,7 @@ class Busy:
 @pytest.mark.usefixtures("known_costs")
 def test_within_its_budget_everything_is_recorded():
     busy = Busy()
-    busy.run(5000, marks=2, waits=1, steps=1)  # 0.23 + 0.3 + 0.2 %
+    busy.run(5000, marks=2, waits=1, steps=1)  # 0.36 + 0.3 + 0.2 %
     assert busy.recorded(StepRecord) == busy.recorded(Mark.WAITING) == 5000
     assert busy.recorded(Mark.DECODE_RELEASED) == 10_000
     gauges, counters = busy.reader.gauges(), busy.reader.counters()
@@ -837,7 +837,7 @@ def test_within_its_budget_everything_is_recorded():
     [
         ({"marks": 5, "waits": 1, "steps": 10}, Detail.WAITS),
         ({"marks": 5, "waits": 10, "steps": 1}, Detail.MARKS),
-        ({"marks": 17, "waits": 1, "steps": 1}, Detail.ESSENTIAL),
+        ({"marks": 12, "waits": 1, "steps": 1}, Detail.ESSENTIAL),
     ],
 )
 def test_beyond_it_detail_is_left_out_and_counted(
@@ -949,12 +949,11 @@ def test_costs_are_measured_once_in_a_bounded_time(monkeypatch: pytest.MonkeyPat
     rings = MemoryRings(capacity=RingCapacity(blocks=64))
     traces = [rings.recorders[Role.DECODE].begin(CONTEXT) for _ in range(MEMBERS)]
     times = iter(range(0, 10**12, MAX_NS))
-    monkeypatch.setattr("pdtrace.calibration.time.monotonic_ns", lambda: next(times))
+    monkeypatch.setattr("pdtrace.calibration.time.thread_time_ns", lambda: next(times))
     before = len(rings.records(Role.DECODE))
     assert before == MEMBERS
     measure_costs(rings.recorders[Role.DECODE], traces)
     one_round = len(rings.records(Role.DECODE))
-    assert next(times) == 2 * MAX_NS
     assert 0 < one_round < 500
 
 
