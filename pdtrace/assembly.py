@@ -390,7 +390,7 @@ class _Assembly:
             stamps = [stamp for stamp in (begin, finish) if isinstance(stamp, Stamp)]
             self._flag_disorder(draft, begin_ns - end_ns, stamps)
         if self.several_clocks and self.evidence.is_foreign(leg):
-            self._place_on_own_clock(draft)
+            self._place_on_own_clock(draft, end_ns)
         drafts = self.drafts.get((number, name))
         if drafts is None:
             self.drafts[number, name] = [draft]
@@ -408,9 +408,10 @@ class _Assembly:
             doubt = f", clocks are good to {doubt_ns} ns" if doubt_ns else ""
             draft.attributes[a.VIOLATION.key] = message + doubt
 
-    def _place_on_own_clock(self, draft: Draft) -> None:
+    def _place_on_own_clock(self, draft: Draft, end_ns: int) -> None:
+        """`end_ns`: where its end mark lies, also if that is before its begin."""
         at_begin, at_end = (
-            self.evidence.alignment_at(draft.leg, t_ns) for t_ns in (draft.begin_ns, draft.end_ns)
+            self.evidence.alignment_at(draft.leg, t_ns) for t_ns in (draft.begin_ns, end_ns)
         )
         errors = [error for _, error in (at_begin, at_end) if error is not None]
         draft.alignment = at_end._replace(error_ns=max(errors) if len(errors) == 2 else None)
@@ -542,8 +543,9 @@ class _Assembly:
             wall_offset_ns=self.wall_offset_ns,
             attributes={a.SPAN.key: ATTEMPT_SPAN, **self.identities[attempt.number]},
         )
-        if end.t_ns < begin.t_ns:
-            draft.attributes[a.VIOLATION.key] = f"ends {begin.t_ns - end.t_ns} ns before it begins"
+        by_ns = begin.t_ns - end.t_ns
+        if by_ns > 0 and by_ns > (self.evidence.clock_doubt_ns(begin, end) or 0):
+            draft.attributes[a.VIOLATION.key] = f"ends {by_ns} ns before it begins"
         elif attempt.duplicates:
             marks = ", ".join(sorted(set(attempt.duplicates)))
             draft.attributes[a.VIOLATION.key] = f"recorded more than once: {marks}"

@@ -232,11 +232,11 @@ class Evidence:
         by_anchor = t_ns - self.alignment(leg, t_ns).offset_ns
         return t_ns - self.alignment(leg, by_anchor).offset_ns
 
-    def clock_doubt_ns(self, *stamps: Stamp) -> int | None:
+    def clock_doubt_ns(self, *instants: Stamp | End) -> int | None:
         """By how much the distance between instants may be wrong; None if nobody knows."""
         doubt_ns = 0
-        for stamp in stamps:
-            error_ns = self.alignment_at(stamp.leg, stamp.t_ns).error_ns
+        for instant in instants:
+            error_ns = self.alignment_at(instant.leg, instant.t_ns).error_ns
             if error_ns is None:
                 return None
             doubt_ns += error_ns
@@ -347,7 +347,11 @@ class Evidence:
         first[Mark.DECODE_FINISHED] = Stamp(
             Mark.DECODE_FINISHED, end_ns, values, finished.leg, finished.attempt
         )
-        return finished.t_ns - end_ns
+        over_ns = finished.t_ns - end_ns
+        known = self._aligned.get((id(finished.leg), finished.t_ns))
+        if known is not None:  # cut short, it is as uncertain as it was
+            self._aligned[id(finished.leg), end_ns] = known
+        return over_ns if over_ns > (self.clock_doubt_ns(finished) or 0) else 0
 
     def loss(self, leg: Leg, *, not_before_ns: int) -> End:
         assert leg.lost_at_ns is not None
