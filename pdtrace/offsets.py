@@ -10,17 +10,17 @@ messages.
 Near an instant the tightest round trips count: each allows the offsets in its own error, wider by
 `DRIFT_BOUND_PPM` of the time that lies between, and the answer is what all of them allow. Drift is
 estimated and taken out first. A round trip that contradicts those before it shows that a clock was
-set: from the last round trip before to the first one after it both offsets are possible, and the
-bound covers both.
+set forward or stood still (a machine was suspended): from the last round trip before to the first
+one after it both offsets are possible, and the bound covers both.
 
-What it takes for granted: drift stays within `DRIFT_BOUND_PPM` of the estimate (of none, where too
-little is known to estimate it), and between two round trips a clock is set at most once, by more
-than these can mistake for their own error.
+What it takes for granted: no clock runs backwards, as CLOCK_MONOTONIC does not; drift stays within
+`DRIFT_BOUND_PPM` of the estimate (of none, where too little is known to estimate it); and between
+two round trips a clock is set at most once, by more than these can mistake for their own error.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -42,7 +42,6 @@ NEIGHBOURS = 8
 _DRIFT_BOUND = DRIFT_BOUND_PPM / 1e6
 _MAX_DRIFT = 1000 / 1e6
 _COMPARED = 64
-_MAX_SILENCE_NS = 30_000_000_000  # a clock set back may repeat at most this much of its own time
 
 
 class Offset(NamedTuple):
@@ -138,7 +137,7 @@ class _Stretch:
         return None
 
     def add(self, sample: _Sample) -> None:
-        self.samples.append(sample)
+        insort(self.samples, sample, key=_by_time)
         if len(self.samples) > MAX_SAMPLES:
             self._thin_out()
         self._estimate_drift()
@@ -204,12 +203,11 @@ class _History:
             return
         last = self._stretches[-1]
         contradicted = last.contradicted_by(sample)
-        if contradicted is None and sample.t_ns >= last.samples[-1].t_ns:
+        if contradicted is None:
             last.add(sample)
             return
-        if contradicted is not None:
-            # Round trips that fit both sides cannot tell on which of them they were made.
-            last.cut_after(contradicted)
+        # Round trips that fit both sides cannot tell on which of them they were made.
+        last.cut_after(contradicted)
         self._stretches.append(_Stretch(sample))
         self._borders.append(_Border(last.samples[-1], sample))
         if len(self._stretches) > MAX_STRETCHES:
@@ -228,7 +226,7 @@ class _History:
         for index, stretch in enumerate(self._stretches):
             before = self._borders[index - 1] if index else None
             after = self._borders[index] if index < len(self._borders) else None
-            if (before and t_ns < before.next_from_ns) or (after and t_ns > after.last_until_ns):
+            if (before and t_ns < before.last_ns) or (after and t_ns > after.first_ns):
                 continue
             found = stretch.range_at(t_ns)
             if before and t_ns < stretch.samples[0].t_ns:
@@ -239,27 +237,19 @@ class _History:
 
 
 class _Border:
-    """What the round trips on both sides of a setting say of the time between them.
+    """The time between the `last` round trip before a setting and the `first` one after it."""
 
-    last_until_ns  the latest time that may have been read before the clock was set
-    next_from_ns   the earliest that may have been read after it
-    """
-
-    __slots__ = ("_peer", "last_until_ns", "next_from_ns")
+    __slots__ = ("_peer", "first_ns", "last_ns")
 
     def __init__(self, last: _Sample, first: _Sample) -> None:
-        elapsed = first.t_ns + first.offset_ns - last.t_ns - last.offset_ns
-        elapsed = min(max(elapsed, 0), _MAX_SILENCE_NS)
-        slack = last.error_ns + first.error_ns
-        self.last_until_ns = max(first.t_ns, last.t_ns + elapsed + slack)
-        self.next_from_ns = min(last.t_ns, first.t_ns - elapsed - slack)
+        self.last_ns, self.first_ns = sorted((last.t_ns, first.t_ns))
         low = last.t_ns + last.offset_ns - last.error_ns
         high = first.t_ns + first.offset_ns + first.error_ns
         self._peer = _Range(low, high) if low <= high else None
 
     def clamp(self, offsets: _Range, t_ns: int) -> _Range:
         """`offsets`, moved to where `t_ns` lies between the two round trips on the peer's clock,
-        which keeps times in order; unchanged where it was the peer's that was set back."""
+        which keeps times in order."""
         if self._peer is None:
             return offsets
         least, most = self._peer.low - t_ns, self._peer.high - t_ns

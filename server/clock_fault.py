@@ -25,7 +25,8 @@ class ClockFault(msgspec.Struct, frozen=True, kw_only=True):
 
     offset_s       seconds ahead from the start on
     drift_ppm      millionths by which it runs fast
-    step_s         seconds by which it is set forward, once
+    step_s         seconds by which it is set forward, once; below 0: for which it stands still, as
+                   CLOCK_MONOTONIC never runs backwards
     step_after_s   when that is, seconds after the process's start
     host           host id under which the process records
     """
@@ -71,7 +72,9 @@ class ShiftedClock:
 
     def _shift_ns(self, now_ns: int) -> int:
         drift_ns = round((now_ns - self._begin_ns) * self._fault.drift_ppm / 1e6)
-        step_ns = self._step_ns if now_ns >= self._step_at_ns else 0
+        step_ns = 0
+        if now_ns >= self._step_at_ns:
+            step_ns = max(self._step_ns, self._step_at_ns - now_ns)
         return self._offset_ns + drift_ns + step_ns
 
 

@@ -23,7 +23,8 @@ START = 1_000 * S
 class Host:
     """A host's clock as a function of the gateway's, which stands for true time.
 
-    step_at  true time at which the clock is set by `step`
+    step_at  true time at which the clock is set forward by `step` or, below 0, begins to stand
+             still for so long
     """
 
     offset: int = 0
@@ -33,7 +34,13 @@ class Host:
 
     def reads(self, true_ns: int) -> int:
         own = true_ns + self.offset + round(self.drift_ppm / 1e6 * (true_ns - START))
-        return own + (self.step if true_ns >= self.step_at else 0)
+        if true_ns < self.step_at:
+            return own
+        return own + max(self.step, self.step_at - true_ns)
+
+    def is_set_during(self, begin_ns: int, end_ns: int) -> bool:
+        still_until_ns = self.step_at - min(self.step, 0)
+        return begin_ns <= still_until_ns and self.step_at <= end_ns
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ def test_truth_is_within_the_bound_whatever_the_ways_take(
         max_size=40,
     ),
     step_at=st.integers(S, 5 * S),
-    look=st.integers(-S, 5 * S),
+    look=st.integers(-S, 25 * S),
 )
 @settings(max_examples=300)
 def test_truth_is_within_the_bound_around_a_setting_of_the_clock(
@@ -130,8 +137,7 @@ def test_truth_is_within_the_bound_around_a_setting_of_the_clock(
     trips = [
         trip
         for trip in spaced(ways)
-        # A round trip that the setting falls into is told apart where it is made.
-        if not trip.at <= START + step_at <= trip.at + trip.there + trip.work + trip.back
+        if not host.is_set_during(trip.at, trip.at + trip.there + trip.work + trip.back)
     ]
     offsets = measured(host, trips)
     assert_within(host, offsets, START + look)
@@ -146,6 +152,7 @@ def test_slow_round_trips_after_a_setting_do_not_hide_it(
     ways: list[tuple[int, int, int]], slow: set[int], look: int
 ) -> None:
     """A round trip of a second fits both sides: it must not vouch for either."""
+    slow -= {0}  # what was never told tightly cannot be contradicted
     ways = [(S, 0, S) if i in slow else way for i, way in enumerate(ways)]
     tight = [i for i in range(len(ways)) if i not in slow]
     host = Host(step=300 * MS, step_at=START + 4 * 3 * S)

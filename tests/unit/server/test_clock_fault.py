@@ -36,6 +36,19 @@ def test_it_is_set_once() -> None:
     assert clock.monotonic_ns() == true.monotonic_ns() + 300_000_000
 
 
+def test_it_stands_still_rather_than_runs_back() -> None:
+    true = FakeClock()
+    clock = ShiftedClock(ClockFault(step_s=-2, step_after_s=4), true)
+    true.advance(s=4)
+    still_ns = clock.monotonic_ns()
+    assert still_ns == true.monotonic_ns()
+    for _ in range(4):
+        true.advance(s=0.5)
+        assert clock.monotonic_ns() == still_ns
+    true.advance(s=100)
+    assert clock.monotonic_ns() == true.monotonic_ns() - 2 * S
+
+
 def test_an_anchor_of_it_maps_to_its_own_wall_time() -> None:
     clock = ShiftedClock(ClockFault(offset_s=5))
     anchor = take_anchor(clock)
