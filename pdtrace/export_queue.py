@@ -110,11 +110,12 @@ class QueueLimits:
 
 @dataclass(slots=True)
 class _Entry:
-    """A request in the queue. Everything before `end` in the files is handled once this one is."""
+    """A request in the queue. Everything before `end` in the files is handled once this one is;
+    `file` is the number of the one that has its line, 0 for none."""
 
     spans: Sequence[Span]
     end: SinkPosition | None
-    stored: bool
+    file: int
     replayed: bool = False
 
 
@@ -208,7 +209,7 @@ class _Lane:
         self._read: SinkPosition | None = None
         self._end = SinkPosition()
         self._unread: Counter[int] = Counter()
-        self._oldest = 0
+        self._oldest = 1
         self._stock: tuple[SinkPosition, SinkPosition] | None = None
         if spill is not None:
             cursor = spill.open_cursor(target.kind)
@@ -277,14 +278,14 @@ class _Lane:
         if self._closing_until_s is not None:
             self._drop(DropReason.EXIT, len(spans))
         elif self._has_room(spans):
-            self._append(_Entry(spans, None, stored=False))
+            self._append(_Entry(spans, None, 0))
         else:
             reason = DropReason.QUEUE_FULL if self._spill is None else DropReason.DISK_FULL
             self._drop(reason, len(spans))
 
     def _put_stored(self, spans: Sequence[Span], end: SinkPosition) -> None:
         if spans or not self._queue:
-            self._append(_Entry(spans, end, stored=True))
+            self._append(_Entry(spans, end, end.number))
         else:
             self._queue[-1].end = end  # nothing to send: it goes with the one before
 
@@ -306,6 +307,9 @@ class _Lane:
 
     def _has_room(self, spans: Sequence[Span]) -> bool:
         return not self._num_queued or self._num_queued + len(spans) <= self._limits.max_queued
+
+    def _is_stored(self, entry: _Entry) -> bool:
+        return entry.file >= self._oldest
 
     def _append(self, entry: _Entry) -> None:
         self._queue.append(entry)
@@ -341,7 +345,10 @@ class _Lane:
         """Counts what former agents left in the files."""
         if self._stock is None or self._spill is None:
             return
-        counts = self._spill.count(*self._stock)
+        try:
+            counts = self._spill.count(*self._stock)
+        except OSError:
+            counts = {}  # reading them will say why
         with self._changed:
             self._stock = None
             self._unread.update({n: c for n, c in counts.items() if n >= self._oldest})
@@ -362,10 +369,12 @@ class _Lane:
                         return None
                     self._wait_for_more()
                     return None if self._abandoned else self._take()
-            self._read_on(read, end)
+            read_on = self._read_on(read, end)
             with self._changed:
                 if self._queue:
                     return None if self._abandoned else self._take()
+                if not read_on and self._closing_until_s is not None:
+                    return None
 
     def _wait_for_more(self) -> None:
         due_s = time.monotonic() + self._limits.delay_s
@@ -384,20 +393,37 @@ class _Lane:
         self._sending = batch
         return batch
 
-    def _read_on(self, start: SinkPosition, end: SinkPosition) -> None:
-        """Moves requests from the files to the queue; goes live again at their end."""
+    def _read_on(self, start: SinkPosition, end: SinkPosition) -> bool:
+        """Moves requests from the files to the queue; goes live again at their end. False if they
+        cannot be read."""
         assert self._spill is not None
-        stretch = self._spill.read(start, end, max_spans=self._max_batch)
+        try:
+            stretch = self._spill.read(start, end, max_spans=self._max_batch)
+        except OSError as error:
+            self._wait_for_files(error)
+            return False
         with self._changed:
             for spans, behind in stretch.requests:
                 if behind.number < self._oldest:
                     continue  # deleted while it was read, and counted so
                 self._unread[behind.number] -= len(spans)
-                self._append(_Entry(spans, behind, stored=True, replayed=True))
+                self._append(_Entry(spans, behind, behind.number, replayed=True))
             self._read = max(stretch.end, SinkPosition(number=self._oldest))
             if self._read >= self._end:
                 self._read = None
                 self._unread.clear()
+        return True
+
+    def _wait_for_files(self, error: OSError) -> None:
+        with self._changed:
+            self._say_once(
+                "unreadable",
+                logging.ERROR,
+                "%s: the files cannot be read: %s. What waits in them is tried again",
+                self._target.name,
+                error,
+            )
+            self._changed.wait_for(lambda: self._closing_until_s is not None, MAX_BACKOFF_S)
 
     def _send(self, batch: list[_Entry]) -> bool:
         """Whether to go on; False leaves the batch to the next agent."""
@@ -449,7 +475,7 @@ class _Lane:
         if closing is None:
             self._changed.wait_for(lambda: self._closing_until_s is not None, delay_s)
             return not self._abandoned
-        if all(entry.stored for entry in batch):
+        if all(self._is_stored(entry) for entry in batch):
             return False
         if time.monotonic() + CLOSING_BACKOFF_S >= closing:
             return False
@@ -520,11 +546,11 @@ class _Lane:
     def _count_rest(self, cause: str) -> None:
         with self._changed:
             rest = [*self._sending, *self._queue]
-            unstored = sum(len(entry.spans) for entry in rest if not entry.stored)
-            stored = sum(len(entry.spans) for entry in rest if entry.stored)
             # What is stored waits for the next agent, like what was not read yet.
-            self._sending, self._num_queued = [], stored
-            self._queue = deque(entry for entry in rest if entry.stored)
+            self._sending = []
+            self._queue = deque(entry for entry in rest if self._is_stored(entry))
+            stored = self._num_queued = sum(len(entry.spans) for entry in self._queue)
+            unstored = sum(len(entry.spans) for entry in rest) - stored
             self.dropped[DropReason.EXIT] += unstored
             waiting = stored + sum(self._unread.values())
         because = f": {cause}" if cause else ""

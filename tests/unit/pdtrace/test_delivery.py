@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from pdtrace import export_queue
 from pdtrace.collected import CollectedRequest
 from pdtrace.delivery import TRACES_NAME, Delivery
 from pdtrace.export import ExportPlan
@@ -23,7 +24,7 @@ from pdtrace.export_targets import otlp_http_target
 from pdtrace.otlp import count_sampled, decode_line
 from pdtrace.sink import SinkPosition, lines_since, span_files
 from pdtrace.spans import Resource, Span, SpanKind
-from pdtrace.spill import CURSORS_NAME, Spill
+from pdtrace.spill import CURSORS_NAME, Spill, Stretch
 from tests.support.otlp_receivers import http_receiver
 
 EAGER = QueueLimits(max_queued=40, max_batch=10, delay_s=0.001)
@@ -397,6 +398,65 @@ def test_files_of_a_former_agent_count_when_they_are_deleted(tmp_path: Path) -> 
     assert totals["spans waiting"] + totals["spans dropped"] == 300 * SPANS_EACH
     assert totals["spans waiting"] >= len(in_files(tmp_path)) * SPANS_EACH
     delivery.close(0.1)
+
+
+def test_what_is_in_memory_alone_when_its_file_is_gone_is_lost_at_exit_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    delivery = delivery_of(tmp_path, Collector(up=False), max_file_bytes=10_000, max_files=2)
+    deliver(delivery, range(60), each=1)
+    kept = len(in_files(tmp_path))
+    delivery.close(0.3)
+    totals = delivery.totals()
+    assert totals["spans waiting"] == kept * SPANS_EACH
+    assert totals["spans dropped"] == (60 - kept) * SPANS_EACH
+    assert totals["spans dropped (not taken before exit)"] > 0
+    assert "were not exported and are lost: Connection refused" in caplog.text
+
+
+def test_files_that_cannot_be_read_for_a_while_are_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector = Collector(up=False)
+    delivery = delivery_of(tmp_path, collector)
+    deliver(delivery, range(50))
+    delivery.close(0.1)
+    monkeypatch.setattr(export_queue, "MAX_BACKOFF_S", 0.01)
+    real_read = Spill.read
+    failures = [OSError(errno.EIO, os.strerror(errno.EIO)) for _ in range(3)]
+
+    def read(self: Spill, start: SinkPosition, end: SinkPosition, *, max_spans: int) -> Stretch:
+        if failures:
+            raise failures.pop()
+        return real_read(self, start, end, max_spans=max_spans)
+
+    monkeypatch.setattr(Spill, "read", read)
+    collector.up = True
+    delivery = delivery_of(tmp_path, collector)
+    eventually(lambda: len(collector.ids) == 50 * SPANS_EACH)
+    delivery.close(5)
+    assert collector.numbers == list(range(50))
+    assert caplog.text.count("the files cannot be read") == 1
+
+
+def test_closing_does_not_wait_for_files_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector = Collector(up=False)
+    delivery = delivery_of(tmp_path, collector)
+    deliver(delivery, range(50))
+    delivery.close(0.1)
+
+    def read(self: Spill, start: SinkPosition, end: SinkPosition, *, max_spans: int) -> Stretch:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Spill, "read", read)
+    delivery = delivery_of(tmp_path, collector)
+    eventually(lambda: delivery.totals()["spans waiting"] == 50 * SPANS_EACH)
+    begin_s = time.monotonic()
+    delivery.close(60)
+    assert time.monotonic() - begin_s < 30
+    assert delivery.totals()["spans waiting"] == 50 * SPANS_EACH
 
 
 def test_full_disk_exports_from_memory_while_there_is_room(
