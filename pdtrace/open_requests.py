@@ -52,12 +52,16 @@ def value_at(record: MarkRecord, place: int) -> Value:
     return values[place] if place < len(values) else None
 
 
+_OFFSET_KEEPS_NS = 100_000_000
+
+
 @dataclass(slots=True)
 class Source:
     """A ring as its requests know it.
 
-    num_missed  records of it that were overwritten or torn so far
-    is_foreign  whether its clock is another than the one that ages are counted on
+    num_missed   records of it that were overwritten or torn so far
+    is_foreign   whether its clock is another than the one that ages are counted on
+    home_offset  (a time of its own, what to add to reach that clock): good for a while around it
     """
 
     ring: str
@@ -65,12 +69,28 @@ class Source:
     num_missed: int = 0
     is_foreign: bool = False
     clock: ClockOffsets | None = None
+    home_offset: tuple[int, int] | None = None
 
     def sample(self, record: ClockRecord) -> None:
         """Takes in a round trip."""
         if self.clock is None:
             self.clock = ClockOffsets()
         self.clock.add(record)
+        self.home_offset = None
+
+    def to_home(self, t_ns: int, home: Process, sources: Callable[[], Iterable[Source]]) -> int:
+        """A time of its own on the clock of `home`: for ages, so an offset found among the round
+        trips of `sources` is used again for what lies near."""
+        if not self.is_foreign:
+            return t_ns
+        near = self.home_offset
+        if near is None or abs(t_ns - near[0]) > _OFFSET_KEEPS_NS:
+            clocks = [(one.process.clock_id, one.clock) for one in sources() if one.clock]
+            own = [clock for clock_id, clock in clocks if clock_id == self.process.clock_id]
+            theirs = [clock for clock_id, clock in clocks if clock_id == home.clock_id]
+            found = align(self.process, home, t_ns, own=own, theirs=theirs)
+            near = self.home_offset = t_ns, found.offset_ns
+        return t_ns + near[1]
 
 
 class _Steps(msgspec.Struct, eq=False, gc=False):
@@ -417,10 +437,3 @@ _WAIT_NUMBERS_AT = tuple(
     place_of(Mark.WAITING, attr)
     for attr in (a.WAIT_NEEDED, a.WAIT_FREE, a.WAIT_LIMIT, a.WAIT_POSITION)
 )
-
-
-def home_time(source: Source, home: Process, sources: Iterable[Source], t_ns: int) -> int:
-    """`t_ns` of a foreign source on the clock of `home`."""
-    own = [s.clock for s in sources if s.clock and s.process.clock_id == source.process.clock_id]
-    theirs = [s.clock for s in sources if s.clock and s.process.clock_id == home.clock_id]
-    return t_ns + align(source.process, home, t_ns, own=own, theirs=theirs).offset_ns

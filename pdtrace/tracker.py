@@ -34,7 +34,6 @@ from pdtrace.open_requests import (
     OpenLeg,
     OpenRequest,
     Source,
-    home_time,
     plan_of,
 )
 from pdtrace.progress import Progress
@@ -481,6 +480,7 @@ class RequestTracker:
         return None if ids is None else (ids[:16].hex(), ids[16:].hex())
 
     def _to_home(self, source: Source, t_ns: int) -> int:
-        if not source.is_foreign or self._home is None:
-            return t_ns
-        return home_time(source, self._home, [ring.source for ring in self._rings.values()], t_ns)
+        return t_ns if self._home is None else source.to_home(t_ns, self._home, self._sources)
+
+    def _sources(self) -> Iterable[Source]:
+        return (ring.source for ring in self._rings.values())
