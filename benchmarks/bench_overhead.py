@@ -10,8 +10,9 @@ server  the real server and the default model at saturation (`benchmarks.server_
 agent   marks in, OTLP out (`benchmarks.agent_throughput`), and memory with 100,000 requests in
         flight (`benchmarks.tracker_memory`)
 
-Every part measures its own noise floor: the same variant under two names. A difference below what
-those two differ by says nothing.
+Loop and server measure their own noise floor: `off` runs under two names. A difference below what
+those two differ by says nothing. `CPU per token` is the processor time of the processes that serve
+(not the agent's), which neighbours on the machine disturb less than they disturb elapsed time.
 
     python -m benchmarks.bench_overhead [--part loop|server|agent ...] [--rounds 5] [--json]
 """
@@ -28,14 +29,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import agent_throughput, otlp_sink, server_load, step_loop, tracker_memory
+from benchmarks import otlp_sink, server_load, step_loop
 
 RATES = (1_000, 5_000, 20_000)
 SERVERS: Mapping[str, tuple[bool, bool]] = {  # name → recording, exporting
@@ -90,12 +92,15 @@ def bench_loop(rounds: int, seconds: float, endpoint: str) -> dict[str, Any]:
 
 def bench_server(rounds: int, load: server_load.Load, endpoint: str) -> dict[str, Any]:
     """Throughput and 99th percentile of token gaps against `off` of the same round."""
-    with tempfile.TemporaryDirectory(prefix="pdtrace-bench-") as folder, contextlib.ExitStack() as s:
-        urls: dict[str, tuple[str, str]] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="pdtrace-bench-") as folder,
+        contextlib.ExitStack() as s,
+    ):
+        servers: dict[str, _Running] = {}
         for name, (records, exports) in SERVERS.items():
             _progress.print(f"server: starting the one with recording {name}")
             run_dir = Path(folder) / name.replace(" ", "-").replace(",", "")
-            urls[name] = s.enter_context(
+            servers[name] = s.enter_context(
                 _server(run_dir, records=records, endpoint=endpoint if exports else None)
             )
         warm_up = server_load.Load(
@@ -104,33 +109,66 @@ def bench_server(rounds: int, load: server_load.Load, endpoint: str) -> dict[str
             prompt_tokens=load.prompt_tokens,
             max_tokens=load.max_tokens,
         )
-        for url, model in urls.values():
-            server_load.run_load(url, model, warm_up)
+        for server in servers.values():
+            server.turn(warm_up)
         tokens: dict[str, list[float]] = {name: [] for name in SERVERS if name != "off"}
         gaps: dict[str, list[float]] = {name: [] for name in tokens}
+        cpu: dict[str, list[float]] = {name: [] for name in tokens}
         base_tokens: list[float] = []
         failed = 0
         for number in range(rounds):
             _progress.print(f"server: round {number + 1} of {rounds}")
-            seen = {
-                name: server_load.run_load(*urls[name], load) for name in in_random_order([*SERVERS])
-            }
-            failed += sum(turn[2] for turn in seen.values())
-            base_tokens.append(seen["off"][0])
-            for name in tokens:
-                tokens[name].append(seen[name][0] / seen["off"][0])
-                gaps[name].append(seen[name][1] / seen["off"][1])
+            seen = {name: servers[name].turn(load) for name in in_random_order([*SERVERS])}
+            failed += sum(turn.failed for turn in seen.values())
+            base = seen["off"]
+            base_tokens.append(base.tokens_per_s)
+            for name, ratios in tokens.items():
+                ratios.append(seen[name].tokens_per_s / base.tokens_per_s)
+                gaps[name].append(seen[name].p99_gap_s / base.p99_gap_s)
+                cpu[name].append(seen[name].cpu_s_per_token / base.cpu_s_per_token)
     return {
         "tokens_per_s_off": spread(base_tokens),
         "throughput": {name: spread(values) for name, values in tokens.items()},
         "p99_gap": {name: spread(values) for name, values in gaps.items()},
+        "cpu_per_token": {name: spread(values) for name, values in cpu.items()},
         "failed": failed,
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    tokens_per_s: float
+    p99_gap_s: float
+    failed: int
+    cpu_s_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A server that is ready. `pids` are those of the processes that serve, not the agent's."""
+
+    url: str
+    model: str
+    pids: Sequence[int]
+
+    def turn(self, load: server_load.Load) -> _Turn:
+        before_s = self._cpu_s()
+        seen = server_load.run_load(self.url, self.model, load)
+        used_s = self._cpu_s() - before_s
+        return _Turn(seen.tokens_per_s, seen.p99_gap_s, seen.failed, used_s / max(seen.tokens, 1))
+
+    def _cpu_s(self) -> float:
+        """Processor time that the serving processes have used."""
+        ticks = 0
+        for pid in self.pids:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+
 @contextlib.contextmanager
-def _server(run_dir: Path, *, records: bool, endpoint: str | None) -> Iterator[tuple[str, str]]:
-    """A server of its own, ready; its URL and model name."""
+def _server(run_dir: Path, *, records: bool, endpoint: str | None) -> Generator[_Running]:
+    """A server of its own, ready."""
     command = [sys.executable, "-m", "server", "up", "--json", "--port", "0", "--run-dir"]
     command += [str(run_dir), *(() if records else ("--no-record",))]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("OTEL_")}
@@ -145,7 +183,8 @@ def _server(run_dir: Path, *, records: bool, endpoint: str | None) -> Iterator[t
         if not line:
             raise SystemExit(f"the server did not start: {' '.join(command)}")
         state = json.loads(line)
-        yield str(state["url"]), str(state["model"])
+        pids = [int(p["pid"]) for p in state["processes"] if p["role"] != "agent"]
+        yield _Running(str(state["url"]), str(state["model"]), pids)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -157,10 +196,21 @@ def _server(run_dir: Path, *, records: bool, endpoint: str | None) -> Iterator[t
 
 def bench_agent(rounds: int) -> dict[str, Any]:
     """Spans per second of one core on each path, and bytes per request in flight."""
-    _progress.print("agent: throughput")
-    throughput = agent_throughput.measure(rounds=rounds)
-    _progress.print("agent: memory")
-    return {"throughput": throughput, "memory": tracker_memory.measure()}
+    return {
+        "throughput": _module("agent_throughput", "--repeats", str(rounds)),
+        "memory": _module("tracker_memory"),
+    }
+
+
+def _module(name: str, *arguments: str) -> Any:
+    """What a benchmark module of its own prints as its last line; the rest goes to stderr."""
+    _progress.print(f"agent: {name}")
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", *arguments]
+    finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    *words, last = finished.stdout.splitlines()
+    for line in words:
+        _progress.print(line, markup=False, highlight=False)
+    return json.loads(last)
 
 
 def _percent(values: Spread) -> str:
@@ -183,12 +233,17 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
         console.print(table)
     if "server" in result:
         found = result["server"]
-        table = Table("recording", "tokens/s", "p99 token gap", title="server at saturation")
+        table = Table(
+            "recording", "tokens/s", "p99 token gap", "CPU per token", title="server at saturation"
+        )
         for name, values in found["throughput"].items():
-            table.add_row(name, _percent(values), _percent(found["p99_gap"][name]))
+            table.add_row(
+                name,
+                _percent(values),
+                _percent(found["p99_gap"][name]),
+                _percent(found["cpu_per_token"][name]),
+            )
         console.print(table)
-    if "agent" in result:
-        console.print(result["agent"])
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -29,7 +29,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def running() -> Iterator[str]:
+def running() -> Generator[str]:
     """Base URL of a receiver that lives as long as the context."""
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.otlp_sink"], stdout=subprocess.PIPE, text=True

@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from urllib.parse import urlsplit
 
 
@@ -70,7 +70,10 @@ async def _stream(host: str, port: int, body: bytes, seen: Seen, until_s: float)
         writer.close()
 
 
-async def _client(number: int, url: str, model: str, load: Load, seen: Seen, until: float) -> None:
+async def _client(
+    number: int, server: tuple[str, str], load: Load, seen: Seen, until: float
+) -> None:
+    url, model = server
     parts = urlsplit(url)
     count = 0
     while time.perf_counter() < until:
@@ -92,24 +95,36 @@ async def _run(url: str, model: str, load: Load) -> Seen:
     seen = Seen()
     until_s = time.perf_counter() + load.seconds
     await asyncio.gather(
-        *(_client(n, url, model, load, seen, until_s) for n in range(load.streams))
+        *(_client(n, (url, model), load, seen, until_s) for n in range(load.streams))
     )
     return seen
 
 
-def run_load(url: str, model: str, load: Load) -> tuple[float, float, int]:
-    """Loads a server from a process of its own: tokens/s, p99 gap in seconds, failed requests."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """What one turn came to."""
+
+    tokens: int
+    tokens_per_s: float
+    p99_gap_s: float
+    requests: int
+    failed: int
+
+
+def run_load(url: str, model: str, load: Load) -> Numbers:
+    """Loads a server from a process of its own."""
     command = [sys.executable, "-m", "benchmarks.server_load", "--url", url, "--model", model]
     command += ["--streams", str(load.streams), "--seconds", str(load.seconds), "--json"]
     command += ["--prompt-tokens", str(load.prompt_tokens), "--max-tokens", str(load.max_tokens)]
     finished = subprocess.run(command, check=True, capture_output=True, text=True)
-    numbers = json.loads(finished.stdout.splitlines()[-1])
-    return numbers["tokens_per_s"], numbers["p99_gap_s"], numbers["failed"]
+    return Numbers(**json.loads(finished.stdout.splitlines()[-1]))
 
 
 def main() -> int:
     """Loads one server once."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--streams", type=int, default=8)
@@ -125,18 +140,19 @@ def main() -> int:
         max_tokens=given.max_tokens,
     )
     seen = asyncio.run(_run(given.url, given.model, load))
-    numbers = {
-        "tokens_per_s": seen.tokens / load.seconds,
-        "p99_gap_s": seen.p99_gap_s(),
-        "requests": seen.requests,
-        "failed": seen.failed,
-    }
+    numbers = Numbers(
+        tokens=seen.tokens,
+        tokens_per_s=seen.tokens / load.seconds,
+        p99_gap_s=seen.p99_gap_s(),
+        requests=seen.requests,
+        failed=seen.failed,
+    )
     if given.json:
-        print(json.dumps(numbers))
+        print(json.dumps(asdict(numbers)))
     else:
         print(
-            f"{numbers['tokens_per_s']:.1f} tokens/s, 99 % of token gaps below "
-            f"{numbers['p99_gap_s'] * 1e3:.1f} ms, {seen.requests} requests, {seen.failed} failed"
+            f"{numbers.tokens_per_s:.1f} tokens/s, 99 % of token gaps below "
+            f"{numbers.p99_gap_s * 1e3:.1f} ms, {seen.requests} requests, {seen.failed} failed"
         )
     return 0
 

@@ -97,7 +97,7 @@ def _measure(emit: Callable[[], None], rate: int, seconds: float) -> Steps:
 
 
 def _recorder_emit(directory: Path) -> Callable[[], None]:
-    from pdtrace import Mark, Recorder, RequestContext, Role  # noqa: PLC0415 only this variant's
+    from pdtrace import Mark, Recorder, RequestContext, Role
 
     recorder = Recorder.open(directory, role=Role.TRANSFER, instance="bench")
     trace = recorder.begin(RequestContext.create())
@@ -110,11 +110,11 @@ def _recorder_emit(directory: Path) -> Callable[[], None]:
 
 
 def _sdk_emit(endpoint: str) -> Callable[[], None]:
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415 as above
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
         OTLPSpanExporter,
     )
-    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     provider = TracerProvider(shutdown_on_exit=False)
     exporter = OTLPSpanExporter(endpoint=f"{endpoint}/v1/traces")
