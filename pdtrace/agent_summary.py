@@ -47,7 +47,9 @@ class AgentSummary:
 
     def line(self) -> str:
         """One line for the log."""
-        export = "".join(f", {count} {name}" for name, count in self.export.items())
+        export = "".join(
+            f", {count} {name}" for name, count in self.export.items() if name != "lines lost"
+        )
         return (
             f"{self.requests} requests ({self.incomplete} incomplete, {self.stuck} stuck, "
             f"{self.open} still open), "

@@ -5,10 +5,10 @@ percentiles of finished requests' stages (`RollingStageTimes`). Reads no clock; 
 agent's business.
 
     threshold = max(share x the stage's deadline, factor x the stage's p99), at least floor_s
-    neither a deadline nor enough finished requests for a p99: default_s
+    no deadline, and no p99 or a stage that takes as long as the caller asked: at least default_s
 
-The worse of the two counts: a stage with a deadline of 30 s may take 15 s before anybody is called,
-and a stage whose p99 is 20 s is not stuck at 15 s just because its deadline says 30 s.
+The larger of the two counts: a stage with a deadline of 30 s may take 15 s before anybody is
+called, and one whose p99 is 20 s is not stuck at 15 s just because its deadline says 30 s.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from dataclasses import dataclass, field
 from pdtrace import semconv as a
 from pdtrace.inflight import InFlight
 from pdtrace.spans import Span
-from pdtrace.stages import CHAINS, STAGE_BY_NAME, Outcome
+from pdtrace.stages import CHAINS, STAGE_BY_NAME, STAGES, Outcome, Scale
 
 _CHAIN_STAGES = frozenset(stage.name for chain in CHAINS.values() for stage in chain)
+_AS_LONG_AS_ASKED = frozenset(s.name for s in STAGES if s.scale is Scale.OUTPUT_TOKENS)
+"""How long an answer is, is the caller's choice: many short ones say little of a long one."""
+
 _STAGE, _BEGIN, _END = a.STAGE.key, a.BEGIN_NS.key, a.END_NS.key
 
 
@@ -34,7 +37,7 @@ class StuckPolicy:
     share      of a stage's deadline, 0 to 1
     factor     times the stage's p99
     floor_s    seconds; nothing younger is stuck
-    default_s  seconds, where neither a deadline nor a p99 is known
+    default_s  seconds; the floor where no deadline and no telling p99 is known
     deadlines  seconds by stage: when the server itself gives the stage up
     """
 
@@ -63,11 +66,13 @@ class StuckPolicy:
     def threshold_s(self, stage: str, p99_s: float | None) -> float:
         """Age above which a request is stuck in `stage`. `p99_s`: None where it is not known."""
         deadline_s = self.deadlines.get(stage)
-        if deadline_s is None and p99_s is None:
-            return max(self.floor_s, self.default_s)
+        if deadline_s is None and (p99_s is None or stage in _AS_LONG_AS_ASKED):
+            floor_s = max(self.floor_s, self.default_s)
+        else:
+            floor_s = self.floor_s
         by_deadline = 0.0 if deadline_s is None else self.share * deadline_s
         by_p99 = 0.0 if p99_s is None else self.factor * p99_s
-        return max(self.floor_s, by_deadline, by_p99)
+        return max(floor_s, by_deadline, by_p99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -441,6 +441,31 @@ def test_options_that_cannot_be_are_one_clear_line_and_exit_code_2(
         assert words in line
 
 
+def test_options_of_the_pdtrace_command_are_those_of_the_agent(
+    tmp_path: Path, recorders: Mapping[Role, Recorder]
+) -> None:
+    record_request(recorders, request_id="one")
+    for recorder in recorders.values():
+        recorder.close()
+    command = [sys.executable, "-m", "pdtrace", "agent", "--rings", str(tmp_path / "rings")]
+    command += ["--out", str(tmp_path), "--until-closed", "--json"]
+    wrong = subprocess.run(
+        [*command, "--deadline", "transfer"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert wrong.returncode == 2
+    assert wrong.stderr.splitlines() == [
+        "pdtrace: deadline 'transfer' must be STAGE=SECONDS, such as decode.reserve=30"
+    ]
+    options = ["--deadline", "transfer=5", "--stuck-share", "0.5", "--stuck-factor", "3"]
+    options += ["--stuck-floor", "1", "--keep-rings", "2", "--http", "127.0.0.1:0"]
+    done = subprocess.run(
+        [*command, *options], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["requests"] == 1
+    assert "answering at http://127.0.0.1:" in done.stderr
+
+
 def test_file_in_place_of_a_directory_of_rings_is_refused(
     tmp_path: Path, recorders: Mapping[Role, Recorder], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,15 @@ def test_threshold_is_the_larger_of_deadline_share_and_p99_factor(
     assert policy.threshold_s("decode.reserve", p99_s) == threshold_s
 
 
+def test_long_answer_is_not_stuck_because_the_others_were_short() -> None:
+    policy = StuckPolicy()
+    assert policy.threshold_s("decode.generate", 0.2) == 10.0
+    assert policy.threshold_s("decode.generate", 8.0) == 24.0
+    assert (
+        StuckPolicy(deadlines={"decode.generate": 4.0}).threshold_s("decode.generate", 0.2) == 2.0
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
