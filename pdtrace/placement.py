@@ -91,6 +91,7 @@ class Placed:
     limit   the partition gives this span nothing from here on
     exact   whether the offsets are exact (otherwise they are wall times, whole microseconds)
     clock   on which the span was read, as `pdtrace.skew` names it
+    begun   on which its begin was read, where that is another one
     error   bound on the error of both times against the request's clock; None if it is not known
     moved   what was added to both times because its clock contradicted the order of stages
     owned   nanoseconds of the partition that this span owns; set by the partition
@@ -104,6 +105,7 @@ class Placed:
     limit: int
     exact: bool
     clock: str = OWN_CLOCK
+    begun: str = OWN_CLOCK
     error: int | None = 0
     moved: int = 0
     owned: int = 0
@@ -291,6 +293,7 @@ def _spread_doubt(chain: Sequence[Placed]) -> None:
         if before is not None and (
             item.stage.name in _BEGUN_ELSEWHERE or item.clock == before.clock != OWN_CLOCK
         ):
+            item.begun = before.clock
             known = item.error is not None and before.error is not None
             item.error = max(item.error or 0, before.error or 0) if known else None
         if item.stage.name != FIRST_TOKEN_HOP:

@@ -142,7 +142,7 @@ def _error(*items: Placed) -> int:
 
 def _bounds(placement: Placement, *items: Placed) -> tuple[str, ...]:
     """The other hosts' clocks that `items` were read on, and how well each is known."""
-    names = dict.fromkeys(item.clock for item in items)
+    names = dict.fromkeys(name for item in items for name in (item.begun, item.clock))
     return tuple(placement.clocks[name].bound for name in names if name in placement.clocks)
 
 
