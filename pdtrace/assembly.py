@@ -7,8 +7,6 @@ mean is `pdtrace.evidence`; which stages exist is `pdtrace.stages`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from operator import attrgetter
 
 from pdtrace import semconv as a
@@ -23,7 +21,6 @@ from pdtrace.drafts import (
     set_attribute,
 )
 from pdtrace.evidence import (
-    BEGIN_MARKS,
     REPEATABLE_MARKS,
     REQUEST_MARKS,
     Attempt,
@@ -34,9 +31,10 @@ from pdtrace.evidence import (
     derived_span_id,
     first_of,
     span_id_base,
-    span_id_salt,
 )
+from pdtrace.pairing import paired
 from pdtrace.spans import AttrValue, Link, Span, SpanKind
+from pdtrace.stage_plans import CHAIN_PLANS, LANDING, PLANS, SIDE_PLANS, StagePlan, numbered_salt
 from pdtrace.stages import (
     ATTEMPT_SPAN,
     CHAINS,
@@ -44,7 +42,6 @@ from pdtrace.stages import (
     OPTIONAL_STAGES,
     ROOT_SPAN,
     STAGE_BY_NAME,
-    STAGES,
     Mark,
     Mode,
     Outcome,
@@ -68,92 +65,8 @@ _ROOT_KEYS: Mapping[Mark, tuple[str | None, ...]] = {
 }
 """Keys by place; None for what is not copied to the root."""
 _STEPS_OF = {"prefill.compute": StepKind.PREFILL, "decode.generate": StepKind.DECODE}
-_CHUNK_ATTRS = {
-    mark: next((i for i, attr in enumerate(spec.attrs) if attr is a.CHUNK_INDEX), None)
-    for mark, spec in MARKS.items()
-}
-
-
 _TELLING_MARKS = frozenset(mark for mark in Mark if SPAN_KEYS[mark]) - REPEATABLE_MARKS
 """Marks of one instant in an attempt that say something of a stage."""
-
-
-def _landing(chain: Sequence[Stage]) -> Mapping[Mark, str]:
-    """Stage that takes a mark's attributes: the one it ends (chain first), else one it opens."""
-    table: dict[Mark, str] = {}
-    side = [stage for stage in STAGES if stage not in chain]
-    for stage in side:
-        for mark in stage.begin:
-            table.setdefault(mark, stage.name)
-    for stage in (*side, *chain):
-        table[stage.end] = stage.name
-    # The request's outcome stands on the root; gateway.finish would only repeat it.
-    del table[Mark.COMPLETED]
-    return table
-
-
-_LANDING = {mode: _landing(chain) for mode, chain in CHAINS.items()}
-_CHAIN_NAMES = {mode: frozenset(s.name for s in chain) for mode, chain in CHAINS.items()}
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class _Plan:
-    """A stage in one mode, with what all its spans have in common.
-
-    begin       marks that open it there
-    is_ingress  before any attempt: its marks are the request's first ones
-    lands       whether its first begin mark's attributes stand on it
-    """
-
-    stage: Stage
-    name: str
-    begin: tuple[Mark, ...]
-    end: Mark
-    in_chain: bool
-    at_root: bool
-    is_ingress: bool
-    lands: bool
-    nested_in: str | None
-    gap_ns: int
-    kind: SpanKind
-    salt: int
-    attributes: dict[str, AttrValue]
-
-
-@lru_cache(maxsize=10_000)
-def _salt(name: str, index: int) -> int:
-    return span_id_salt(f"{name}/{index}")
-
-
-def _plan(stage: Stage, mode: Mode) -> _Plan:
-    in_chain = stage.name in _CHAIN_NAMES[mode]
-    at_root = stage.parent == ROOT_SPAN
-    begin = BEGIN_MARKS[mode, stage.name] if in_chain else stage.begin
-    return _Plan(
-        stage=stage,
-        name=stage.name,
-        begin=begin,
-        end=stage.end,
-        in_chain=in_chain,
-        at_root=at_root,
-        is_ingress=at_root and stage.end is not Mark.COMPLETED,
-        lands=bool(begin) and _LANDING[mode].get(begin[0]) == stage.name,
-        nested_in=None if stage.parent in (ROOT_SPAN, ATTEMPT_SPAN) else stage.parent,
-        gap_ns=CHAIN_GAP_NS if in_chain else SIDE_GAP_NS,
-        kind=SpanKind.SERVER if stage.server else SpanKind.INTERNAL,
-        salt=span_id_salt(stage.name),
-        attributes={a.STAGE.key: stage.name, a.STAGE_KIND.key: stage.kind.value},
-    )
-
-
-_PLANS = {mode: {stage.name: _plan(stage, mode) for stage in STAGES} for mode in Mode}
-_CHAIN_PLANS = {
-    mode: tuple(_PLANS[mode][stage.name] for stage in chain) for mode, chain in CHAINS.items()
-}
-_SIDE_PLANS = {
-    mode: tuple(plan for plan in plans.values() if not plan.in_chain)
-    for mode, plans in _PLANS.items()
-}
 
 
 def assemble(request: CollectedRequest) -> list[Span]:
@@ -177,8 +90,8 @@ class _Assembly:
         anchor = evidence.reference.anchor
         self.wall_offset_ns = anchor.wall_ns - anchor.monotonic_ns
         self.mode = evidence.mode
-        self.landing = _LANDING[self.mode]
-        self.plans = _PLANS[self.mode]
+        self.landing = LANDING[self.mode]
+        self.plans = PLANS[self.mode]
         self.identities = {
             attempt.number: self._identity(attempt) for attempt in evidence.attempts.values()
         }
@@ -196,7 +109,7 @@ class _Assembly:
     def spans(self) -> list[Span]:
         for attempt in self.evidence.attempts.values():
             self._draft_chain(attempt)
-            for plan in _SIDE_PLANS[self.mode]:
+            for plan in SIDE_PLANS[self.mode]:
                 if not plan.begin:
                     self._draft_gaps(plan, attempt)
                 elif plan.stage.repeats:
@@ -223,7 +136,7 @@ class _Assembly:
         """The chain; the request's own stages stand with its last attempt."""
         evidence, failure = self.evidence, attempt.failure
         has_ends = evidence.gateway is not None and attempt is evidence.last_attempt
-        for plan in _CHAIN_PLANS[self.mode]:
+        for plan in CHAIN_PLANS[self.mode]:
             if plan.at_root and not has_ends:
                 continue
             marks = evidence.first if plan.is_ingress else attempt.first
@@ -301,7 +214,7 @@ class _Assembly:
                 return stamp.leg
         return end.leg
 
-    def _draft_once(self, plan: _Plan, attempt: Attempt) -> None:
+    def _draft_once(self, plan: StagePlan, attempt: Attempt) -> None:
         begin = first_of(attempt.first, plan.begin)
         if begin is None:
             return
@@ -310,19 +223,19 @@ class _Assembly:
             finish = None
         self._draft_pair(plan, attempt, begin, finish, closes=self.mode is not Mode.COLOCATED)
 
-    def _draft_repeated(self, plan: _Plan, attempt: Attempt) -> None:
+    def _draft_repeated(self, plan: StagePlan, attempt: Attempt) -> None:
         repeated = attempt.repeated
         begins = [stamp for mark in plan.begin for stamp in repeated.get(mark, ())]
         if len(plan.begin) > 1:
             begins.sort(key=attrgetter("t_ns"))
         if begins:
             finishes = repeated.get(plan.end, ())
-            for index, (begin, finish) in enumerate(_paired(begins, finishes)):
+            for index, (begin, finish) in enumerate(paired(begins, finishes)):
                 self._draft_pair(plan, attempt, begin, finish, closes=True, index=index)
 
     def _draft_pair(
         self,
-        plan: _Plan,
+        plan: StagePlan,
         attempt: Attempt,
         begin: Stamp,
         finish: Stamp | None,
@@ -352,7 +265,7 @@ class _Assembly:
             return self.evidence.given_up(stage, attempt, begin) or self.evidence.end
         return None
 
-    def _draft_gaps(self, plan: _Plan, attempt: Attempt) -> None:
+    def _draft_gaps(self, plan: StagePlan, attempt: Attempt) -> None:
         for index, stamp in enumerate(attempt.repeated.get(plan.end, ())):
             length = stamp.value(a.GAP_SECONDS)
             seconds = length if isinstance(length, int | float) and length > 0 else 0.0
@@ -363,7 +276,7 @@ class _Assembly:
 
     def _draft(
         self,
-        plan: _Plan,
+        plan: StagePlan,
         attempt: Attempt,
         leg: Leg,
         begin: Stamp | int,
@@ -376,7 +289,9 @@ class _Assembly:
         begin_ns = begin if isinstance(begin, int) else begin.t_ns
         draft = Draft(
             name,
-            derived_span_id(self.id_bases[number], plan.salt if not index else _salt(name, index)),
+            derived_span_id(
+                self.id_bases[number], plan.salt if not index else numbered_salt(name, index)
+            ),
             self._parent_id(plan, attempt),
             leg,
             begin_ns,
@@ -418,7 +333,7 @@ class _Assembly:
         anchor = draft.leg.process.anchor
         draft.wall_offset_ns = anchor.wall_ns - anchor.monotonic_ns - draft.alignment.offset_ns
 
-    def _parent_id(self, plan: _Plan, attempt: Attempt) -> str:
+    def _parent_id(self, plan: StagePlan, attempt: Attempt) -> str:
         if plan.at_root:
             return self.request.root_span_id
         if plan.nested_in is not None:
@@ -661,41 +576,6 @@ def _longest_wait(draft: Draft, stamps: Sequence[Stamp]) -> Stamp:
         if reason not in longest or length > longest[reason][0]:
             longest[reason] = (length, stamp)
     return longest[max(in_force, key=lambda reason: in_force[reason])][1]
-
-
-def _paired(
-    begins: Sequence[Stamp], finishes: Sequence[Stamp]
-) -> Iterable[tuple[Stamp, Stamp | None]]:
-    """Each begin with its finish: by chunk index where both have one, else in order of time."""
-    waiting: dict[int | None, list[Stamp]] = {}
-    for finish in finishes:
-        waiting.setdefault(_chunk_index(finish), []).append(finish)
-    for begin in begins:
-        index = _chunk_index(begin)
-        queue = waiting.get(index) if index is not None else None
-        if queue:
-            yield begin, queue.pop(0)
-            continue
-        if index is None:
-            queue = min((q for q in waiting.values() if q), key=_first_ns, default=None)
-        else:
-            queue = waiting.get(None)
-        # A finish without a begin (its record was lost) pairs with nothing later.
-        while queue and queue[0].t_ns < begin.t_ns:
-            queue.pop(0)
-        yield begin, queue.pop(0) if queue else None
-
-
-def _first_ns(queue: Sequence[Stamp]) -> int:
-    return queue[0].t_ns
-
-
-def _chunk_index(stamp: Stamp) -> int | None:
-    position = _CHUNK_ATTRS[stamp.mark]
-    if position is None or position >= len(stamp.values):
-        return None
-    value = stamp.values[position]
-    return value if isinstance(value, int) else None
 
 
 def _root_name(attributes: Mapping[str, AttrValue]) -> str:
