@@ -37,6 +37,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
@@ -175,7 +176,7 @@ class RequestTrace:
         """
         try:
             if blocker is not None and not isinstance(blocker, str):
-                blocker = tuple(blocker[:MAX_BLOCKERS])
+                blocker = tuple(islice(blocker, MAX_BLOCKERS))
             cause = (stage, reason, blocker)
             numbers = (needed, free, limit, position)
             if cause == self._cause:

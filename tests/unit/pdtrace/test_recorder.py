@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -729,7 +730,7 @@ def test_a_wait_names_several_blockers_the_most_important_first():
     wait(several)
     wait(["a", "b", "c", "d", "e", "f"])
     wait(["a", "b", "c", "d", "x"])  # the same as far as they are kept
-    wait("a")
+    wait(deque("a"))
     assert [values[6:] for values in waits(rings)] == [
         (None, None),
         ("a", None),
@@ -756,7 +757,7 @@ def test_ids_that_do_not_fit_are_left_out_whole_and_counted():
     assert rings.reader(Role.DECODE).counters()[Counter.TRUNCATED] == 2 + 2 + 1
 
 
-@pytest.mark.parametrize("wrong", [7, [1, 2], ["a", None], {"a", "b"}, object()])
+@pytest.mark.parametrize("wrong", [7, [1, 2], ["a", None], b"ab", object()])
 def test_what_is_no_blocker_never_reaches_the_request(wrong: object, tmp_path: Path):
     with open_recorder(tmp_path, raise_errors=False) as recorder:
         trace = recorder.begin(CONTEXT)
@@ -908,6 +909,23 @@ def test_detail_comes_back_when_the_load_has_gone_without_a_block_to_fill():
     assert busy.recorded(Mark.WAITING) == 1
     assert isinstance(busy.records[-2], MarkRecord)
     assert busy.records[-2].values == (0, busy.turn)
+
+
+@pytest.mark.usefixtures("known_costs")
+def test_a_forked_child_begins_with_all_detail_whatever_its_parent_had():
+    busy = Busy()
+    busy.run(1000, marks=50)
+    assert busy.detail is Detail.ESSENTIAL
+    busy.recorder.leave_to_parent()  # what happens in a child
+    trace = busy.recorder.begin(CONTEXT)
+    assert busy.detail is Detail.FULL
+    trace.mark(Mark.DECODE_RELEASED, 1, 2)
+    busy.recorder.step(StepKind.DECODE, [trace], tokens=1, begin_ns=1, end_ns=2)
+    _, released, step = busy.rings.records(Role.DECODE)
+    assert isinstance(released, MarkRecord)
+    assert released.values == (1, 2)
+    assert isinstance(step, StepRecord)
+    assert (step.number, step.members) == (1, (trace.key,))
 
 
 @pytest.mark.usefixtures("known_costs")
