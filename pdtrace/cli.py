@@ -16,17 +16,15 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, ParamSpec
+from typing import Annotated, Any, ParamSpec
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 import pdtrace
-from pdtrace import selection
 from pdtrace.check import check_recording
 from pdtrace.documents import stages_document, why_document
 from pdtrace.duration import seconds_text
@@ -34,15 +32,21 @@ from pdtrace.errors import PdtraceError, SourceError
 from pdtrace.health import read_health
 from pdtrace.live import DEFAULT_TIMEOUT_S, LookSource, open_source
 from pdtrace.render import MAX_WIDTH, check_view, clean, stages_view, summary_table, why_view
+from pdtrace.selection import (
+    Selection,
+    SeveralRequestsError,
+    select_in_flight,
+    select_request,
+    select_slowest,
+)
 from pdtrace.sources import (
-    Recording,
     default_source,
     empty_recording,
     read_sources,
     run_directories,
 )
 from pdtrace.stages import STAGE_BY_NAME
-from pdtrace.timeline import Timeline, build_timelines
+from pdtrace.timeline import Timeline
 from pdtrace.top import DEFAULT_INTERVAL_S, DEFAULT_LIMIT, follow, top_document, top_view
 from pdtrace.verdict import Baselines, Verdict, judge
 
@@ -185,106 +189,30 @@ def why(
         option = "--in-flight" if in_flight else "--slowest N"
         raise UsageError(f"give an ID or {option}, not both")
     sources = source or [default_source()]
-    view = _in_flight(sources, slowest or 1) if in_flight else _chosen(sources, request, slowest)
-    baselines = Baselines(view.peers)
-    pairs = [(timeline, judge(timeline, baselines)) for timeline in view.chosen]
-    if not pairs and not as_json:
-        print(f"No request is in flight in {clean(view.recording.source)}.")
-        return 0
+    try:
+        if in_flight:
+            selection = select_in_flight(sources, slowest or 1)
+        elif request is not None:
+            selection = select_request(sources, request)
+        else:
+            selection = select_slowest(sources, slowest or 1)
+    except SeveralRequestsError as error:
+        _complain_of_several(error)
+        return EXIT_BAD_INPUT
+    baselines = Baselines(selection.peers)
+    pairs = [(timeline, judge(timeline, baselines)) for timeline in selection.chosen]
     if as_json:
-        _print_json(why_document(view.recording, pairs, len(view.peers), view.standing))
+        requests = len(selection.peers)
+        _print_json(why_document(selection.recording, pairs, requests, selection.standing))
+    elif pairs:
+        _print_why(selection, pairs)
     else:
-        _print_why(view, pairs)
+        print(f"No request is in flight in {clean(selection.recording.source)}.")
     return 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _View:
-    """What `why` shows: the requests chosen, and those they are compared with."""
-
-    recording: Recording
-    chosen: Sequence[Timeline]
-    peers: Sequence[Timeline]
-    standing: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
-    notes: Sequence[str] = ()
-
-
-def _chosen(sources: Sequence[str], wanted: str | None, count: int | None) -> _View:
-    """Finished requests; one asked for by id may also be in flight, or in the rings alone."""
-    runs = run_directories(sources)
-    trouble: SourceError | None = None
-    try:
-        recording = read_sources(sources)
-    except SourceError as error:
-        if wanted is None or not runs:
-            raise
-        trouble, recording = error, empty_recording(sources)
-    timelines = build_timelines(recording.traces)
-    if wanted is None:
-        if not timelines:
-            raise UsageError(f"{recording.source}: holds no request")
-        chosen = selection.slowest(timelines, count or 1)
-        return _View(
-            recording=recording, chosen=chosen, peers=timelines, notes=_loss_notes(runs, chosen)
-        )
-    rings = selection.Rings()
-    found = selection.exactly(timelines, wanted) if wanted else []
-    if not found and wanted and runs:
-        rings = selection.read_rings(runs)
-        others = selection.unseen((*rings.in_flight, *rings.finished), timelines)
-        timelines += selection.unseen(rings.finished, timelines)
-        found = selection.exactly(others, wanted)
-        found = found or selection.beginning([*timelines, *rings.in_flight], wanted)
-    elif not found and wanted:
-        found = selection.beginning(timelines, wanted)
-    if len(found) > 1:
-        _ambiguous(wanted, found)
-    if not found:
-        if trouble is not None and not timelines and not rings.in_flight:
-            raise trouble
-        flying = f", nor has one of {len(rings.in_flight)} in flight" if rings.in_flight else ""
-        raise UsageError(
-            f"none of {len(timelines)} requests has an id that begins with {wanted!r}{flying}"
-        )
-    notes = [*_loss_notes(runs, found), *(f"{problem}." for problem in rings.problems)]
-    return _View(
-        recording=recording, chosen=found, peers=timelines, standing=rings.standing, notes=notes
-    )
-
-
-def _in_flight(sources: Sequence[str], count: int) -> _View:
-    runs = run_directories(sources)
-    if not runs:
-        raise UsageError(
-            f"{' + '.join(map(str, sources))}: holds no rings, so nothing can be in flight; give a "
-            "run directory"
-        )
-    rings = selection.read_rings(runs, only=count)
-    try:
-        recording = read_sources(sources)
-    except SourceError:
-        recording = empty_recording(sources)
-    peers = build_timelines(recording.traces)
-    peers += selection.unseen(rings.finished, peers)
-    chosen = rings.in_flight[:count]
-    notes = [*_loss_notes(runs, chosen), *(f"{problem}." for problem in rings.problems)]
-    return _View(
-        recording=recording, chosen=chosen, peers=peers, standing=rings.standing, notes=notes
-    )
-
-
-def _loss_notes(runs: Sequence[Path], chosen: Sequence[Timeline]) -> list[str]:
-    """What the recorders of the chosen requests' processes are known to have lost, ever."""
-    instances = {visit.instance for timeline in chosen for visit in timeline.visits}
-    return [
-        f"{process.instance} {what} in the whole run."
-        for run in runs
-        for process in read_health(run).processes
-        if process.instance in instances and (what := process.lost)
-    ]
-
-
-def _ambiguous(wanted: str, found: Sequence[Timeline]) -> NoReturn:
+def _complain_of_several(error: SeveralRequestsError) -> None:
+    found = error.found
     share_a_trace = len({t.trace_id for t in found}) < len(found)
     lines = [
         f"  {t.request_id or '(no request id)'}  trace {t.trace_id}"
@@ -296,15 +224,14 @@ def _ambiguous(wanted: str, found: Sequence[Timeline]) -> NoReturn:
     if len(found) > _MAX_CANDIDATES:
         lines.append(f"  and {len(found) - _MAX_CANDIDATES} more")
     other = "the id of a root span" if share_a_trace else "a trace id"
-    _complain(f"{wanted!r} names {len(found)} requests; give a longer id or {other}:")
+    _complain(f"{error}; give a longer id or {other}:")
     for line in lines:
         print(clean(line), file=sys.stderr)
-    raise typer.Exit(EXIT_BAD_INPUT)
 
 
-def _print_why(view: _View, pairs: Sequence[tuple[Timeline, Verdict]]) -> None:
+def _print_why(selection: Selection, pairs: Sequence[tuple[Timeline, Verdict]]) -> None:
     console, ascii_only = _console()
-    notes = [*view.recording.problems.sentences(), *view.notes]
+    notes = [*selection.recording.problems.sentences(), *selection.notes]
     if len(pairs) > 1:
         console.print(summary_table(pairs, width=console.width, ascii_only=ascii_only))
         console.print(Text())
@@ -312,21 +239,19 @@ def _print_why(view: _View, pairs: Sequence[tuple[Timeline, Verdict]]) -> None:
         if position:
             rule = ("=" if ascii_only else "━") * min(console.width, MAX_WIDTH)
             console.print(Text(f"\n{rule}\n", "dim"))
-        console.print(
-            why_view(
-                timeline,
-                verdict,
-                width=console.width,
-                ascii_only=ascii_only,
-                notes=notes,
-                standing=view.standing.get(timeline.root_id or "", ()),
-            )
+        view = why_view(
+            timeline,
+            verdict,
+            width=console.width,
+            ascii_only=ascii_only,
+            notes=notes,
+            standing=selection.standing.get(timeline.root_id or "", ()),
         )
-    if len(pairs) == 1 and len(view.peers) > 1 and not view.chosen[0].open:
-        hint = (
-            f"1 of {len(view.peers)} requests in {view.recording.source}; "
-            "--slowest 5 shows the worst five."
-        )
+        console.print(view)
+    requests = len(selection.peers)
+    if len(pairs) == 1 and requests > 1 and not pairs[0][0].open:
+        where = selection.recording.source
+        hint = f"1 of {requests} requests in {where}; --slowest 5 shows the worst five."
         console.print(Text(f"\n{clean(hint)}", style="dim"))
 
 
@@ -338,12 +263,12 @@ def _print_why(view: _View, pairs: Sequence[tuple[Timeline, Verdict]]) -> None:
 @_guarded
 def top(
     source: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--from",
             metavar="RUN|URL",
-            help="Run directory, whose rings are read, or an agent's address. Default: "
-            "$PDTRACE_RUN, else ./run.",
+            help="Run directory, whose rings are read (again for those of further hosts), or an "
+            "agent's address. Default: $PDTRACE_RUN, else ./run.",
             show_default=False,
         ),
     ] = None,
@@ -367,7 +292,7 @@ def top(
     if stage is not None and stage not in STAGE_BY_NAME:
         raise UsageError(f"{stage!r} is no stage; `pdtrace stages` lists them")
     try:
-        looks = open_source(source or default_source(), timeout_s=timeout)
+        looks = open_source(*(source or [default_source()]), timeout_s=timeout)
     except KeyboardInterrupt:
         return 0
     try:

@@ -78,14 +78,18 @@ class LookSource(Protocol):
         ...
 
 
-def open_source(source: str | Path, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> LookSource:
-    """The agent behind an `http://` address, else the rings of a run directory.
+def open_source(
+    source: str | Path, *others: str | Path, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> LookSource:
+    """The agent behind an `http://` address, else the rings of run directories.
 
-    Raises LiveError if there is neither.
+    Raises LiveError if there is neither, or several addresses.
     """
-    if "://" in str(source):
-        return AgentLooks(str(source), timeout_s=timeout_s)
-    return RingLooks(source)
+    if not any("://" in str(one) for one in (source, *others)):
+        return RingLooks(source, *others)
+    if others:
+        raise LiveError("give one agent's address, or run directories")
+    return AgentLooks(str(source), timeout_s=timeout_s)
 
 
 class AgentLooks:
@@ -168,30 +172,30 @@ class _Ring:
 
 
 class RingLooks:
-    """Looks at the rings of a run directory, without an agent and without disturbing one.
+    """Looks at the rings of run directories, without an agent and without disturbing one.
 
     The first look reads what the rings hold, later ones what was added. Not thread-safe.
 
-    source       run directory, folder of runs (the newest counts), or folder of rings
-    keep         whether finished requests are kept, for `find`
+    sources  run directories, folders of runs (the newest counts), or folders of rings; several
+             where a request crosses hosts
+    keep     whether finished requests are kept, for `find`
 
     Raises LiveError if there is no such directory.
     """
 
     def __init__(
-        self,
-        source: str | Path,
-        *,
-        keep: bool = False,
-        policy: StuckPolicy | None = None,
+        self, *sources: str | Path, keep: bool = False, policy: StuckPolicy | None = None
     ) -> None:
-        self.name = str(source)
-        run = resolve_run(Path(source))
-        if not run.is_dir():
-            raise LiveError(f"{source}: no such directory; give a run directory or an agent's URL")
-        self.run = run
-        inner = run / RINGS_FOLDER
-        self.directory = inner if inner.is_dir() else run
+        self.name = " + ".join(map(str, sources))
+        self._runs = [resolve_run(Path(source)) for source in sources]
+        for source, run in zip(sources, self._runs, strict=True):
+            if not run.is_dir():
+                raise LiveError(
+                    f"{source}: no such directory; give a run directory or an agent's URL"
+                )
+        self._directories = [
+            inner if (inner := run / RINGS_FOLDER).is_dir() else run for run in self._runs
+        ]
         self._policy = StuckPolicy() if policy is None else policy
         self._tracker = RequestTracker()
         self._rings: dict[str, _Ring] = {}
@@ -252,22 +256,26 @@ class RingLooks:
             caught_up = all(self._rings[name].caught_up for name in gateways)
 
     def _find(self) -> None:
-        for path in scan_rings(self.directory):
-            if path.name in self._rings:
-                continue
-            try:
-                reader = RingReader(path)
-            except FileNotFoundError:
-                continue
-            except RingError as error:
-                self._unreadable[path.name] = str(error)
-                continue
-            except OSError as error:
-                self._unreadable[path.name] = f"{path}: {error.strerror or error}"
-                continue
-            self._unreadable.pop(path.name, None)
-            self._rings[path.name] = _Ring(reader.identity, reader)
-            self._tracker.add_ring(path.name, process_of(reader.identity, os.environ))
+        for directory in self._directories:
+            for path in scan_rings(directory):
+                if str(path) not in self._rings:
+                    self._open(path)
+
+    def _open(self, path: Path) -> None:
+        name = str(path)
+        try:
+            reader = RingReader(path)
+        except FileNotFoundError:
+            return
+        except RingError as error:
+            self._unreadable[name] = str(error)
+            return
+        except OSError as error:
+            self._unreadable[name] = f"{path}: {error.strerror or error}"
+            return
+        self._unreadable.pop(name, None)
+        self._rings[name] = _Ring(reader.identity, reader)
+        self._tracker.add_ring(name, process_of(reader.identity, os.environ))
 
     def _drain(self, name: str, now_ns: int, *, max_reads: int = _MAX_READS) -> None:
         """Feeds what a ring holds, to its end unless that takes more than `max_reads`."""
@@ -334,8 +342,9 @@ class RingLooks:
             self._kept.extend(finished)
         if self._learns_from_traces:
             self._learns_from_traces = False
-            for spans in _recent_requests(self.run / TRACES_FOLDER):
-                self._times.add(spans)
+            for run in self._runs:
+                for spans in _recent_requests(run / TRACES_FOLDER):
+                    self._times.add(spans)
         for request in finished[-MAX_LEARNT:]:
             spans = assemble(request)
             if spans:
@@ -410,7 +419,7 @@ class RingLooks:
     def _problems(self) -> list[str]:
         problems = [self._unreadable[name] for name in sorted(self._unreadable)]
         if not self._rings and not problems:
-            problems.append(f"no ring in {self.directory} yet")
+            problems.append(f"no ring in {' or '.join(map(str, self._directories))} yet")
         lost: Tally[str] = Tally()
         torn: Tally[str] = Tally()
         for ring in self._rings.values():

@@ -1,7 +1,8 @@
-"""Which requests a user means: by an id or the beginning of one, the slowest, those in flight.
+"""Which requests a user means, and what they are compared with.
 
-Owns matching and where to look: in the traces first, then in the rings of their run, which also
-hold what has no trace yet. Output and exit codes are `pdtrace.cli`'s.
+Owns matching ids and where to look: in the traces first, then in the rings of their runs, which
+also hold what has no trace: requests in flight, and those that no agent was there for. Output and
+exit codes are `pdtrace.cli`'s.
 """
 
 from __future__ import annotations
@@ -9,79 +10,190 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from pdtrace.assembly import assemble
-from pdtrace.collected import CollectedRequest
-from pdtrace.errors import LiveError
+from pdtrace.errors import PdtraceError, SourceError
+from pdtrace.health import read_health
 from pdtrace.inflight import InFlight, Look
 from pdtrace.live import RingLooks
-from pdtrace.spans import Trace
-from pdtrace.timeline import Timeline, build_timeline
+from pdtrace.sources import (
+    RINGS_FOLDER,
+    Recording,
+    empty_recording,
+    join_spans,
+    read_sources,
+    run_directories,
+)
+from pdtrace.spans import Span
+from pdtrace.timeline import Timeline, build_timelines
 from pdtrace.top import ordered, standing_of
 
-MAX_PEERS = 500
-"""Finished requests out of rings that usual times are learnt from, where there are no traces."""
+MAX_FROM_RINGS = 500
+"""Finished requests, the latest, that are taken out of the rings of a run."""
+
+
+class SelectionError(PdtraceError):
+    """Nothing, or more than one request, is what was asked for."""
+
+    code: ClassVar[str] = "no_such_request"
+
+
+class SeveralRequestsError(SelectionError):
+    """An id names several requests."""
+
+    code: ClassVar[str] = "several_requests"
+
+    def __init__(self, wanted: str, found: Sequence[Timeline]) -> None:
+        super().__init__(f"{wanted!r} names {len(found)} requests")
+        self.found = tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rings:
-    """What the rings of some runs hold.
+class Selection:
+    """The requests chosen, and what they stand among.
 
-    in_flight  the worst first
-    finished   the latest that the rings hold, with or without a trace
-    standing   what holds of the process that has to go on, by root span id
-    problems   what could not be read
+    peers     all finished requests known
+    standing  for requests in flight, sentences on processes that cannot go on, by root span id
+    notes     sentences that weaken any conclusion
     """
 
-    in_flight: tuple[Timeline, ...] = ()
-    finished: tuple[Timeline, ...] = ()
-    standing: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    problems: tuple[str, ...] = ()
+    recording: Recording
+    chosen: Sequence[Timeline]
+    peers: Sequence[Timeline]
+    standing: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    notes: Sequence[str] = ()
 
 
-def read_rings(runs: Iterable[Path], *, only: int | None = None) -> Rings:
-    """Read the rings of run directories. Runs without rings hold nothing.
-
-    only  requests to describe that were not answered, the worst first; None: whatever is open
-    """
-    in_flight: list[Timeline] = []
-    finished: list[Timeline] = []
-    standing: dict[str, tuple[str, ...]] = {}
-    problems: list[str] = []
-    for run in runs:
-        try:
-            looks = RingLooks(run, keep=True)
-        except LiveError:
-            continue
-        try:
-            look = looks.look()
-            wanted = ordered(look.requests)
-            if only is not None:
-                wanted = [request for request in wanted if request.ended is None][:only]
-            by_root = {r.root_span_id: r for r in looks.find(w.root_span_id for w in wanted)}
-            for request in wanted:
-                timeline = _timeline(by_root.get(request.root_span_id))
-                if timeline is not None:
-                    in_flight.append(timeline)
-                    standing[request.root_span_id] = _standing(request, look)
-            finished += filter(None, map(_timeline, looks.kept()[-MAX_PEERS:]))
-            problems += look.problems
-        finally:
-            looks.close()
-    return Rings(
-        in_flight=tuple(in_flight),
-        finished=tuple(finished),
-        standing=standing,
-        problems=tuple(problems),
+def select_slowest(sources: Sequence[str | Path], count: int) -> Selection:
+    """The longest finished requests. Raises SourceError or SelectionError if there are none."""
+    runs = run_directories(sources)
+    recording, trouble = _recording(sources)
+    peers = build_timelines(recording.traces)
+    if trouble is not None:
+        peers = list(_read_rings(runs).finished)
+        if not peers:
+            raise trouble
+    if not peers:
+        raise SelectionError(f"{recording.source}: holds no request")
+    chosen = sorted(peers, key=lambda t: (-t.total_ns, t.request_id or "", t.trace_id))[:count]
+    return Selection(
+        recording=recording, chosen=chosen, peers=peers, notes=_loss_notes(runs, chosen)
     )
 
 
-def _timeline(request: CollectedRequest | None) -> Timeline | None:
-    spans = assemble(request) if request is not None else []
-    return build_timeline(Trace(trace_id=spans[0].trace_id, spans=spans)) if spans else None
+def select_request(sources: Sequence[str | Path], wanted: str) -> Selection:
+    """The one request with that id, or with an id that begins so; finished, or in flight.
+
+    Raises SelectionError, or SourceError if there was nothing to look through.
+    """
+    runs = run_directories(sources)
+    recording, trouble = _recording(sources)
+    if trouble is not None and not runs:
+        raise trouble
+    peers = build_timelines(recording.traces)
+    rings = _Rings()
+    found = _exactly(peers, wanted)
+    if not found:
+        rings = _read_rings(runs)
+        known = {timeline.key for timeline in peers}
+        peers += [timeline for timeline in rings.finished if timeline.key not in known]
+        in_flight = [timeline for timeline in rings.in_flight if timeline.key not in known]
+        everything = [*peers, *in_flight]
+        found = _exactly(everything, wanted) or _beginning(everything, wanted)
+    if len(found) > 1:
+        raise SeveralRequestsError(wanted, found)
+    if not found:
+        if trouble is not None and not peers and not rings.in_flight:
+            raise trouble
+        flying = f", nor has one of {len(rings.in_flight)} in flight" if rings.in_flight else ""
+        raise SelectionError(
+            f"none of {len(peers)} requests has an id that begins with {wanted!r}{flying}"
+        )
+    return Selection(
+        recording=recording,
+        chosen=found,
+        peers=peers,
+        standing=rings.standing,
+        notes=[*_loss_notes(runs, found), *rings.problems],
+    )
 
 
-def _standing(request: InFlight, look: Look) -> tuple[str, ...]:
+def select_in_flight(sources: Sequence[str | Path], count: int) -> Selection:
+    """Unanswered requests, those first that exceed their stage's usual time by most; maybe none.
+
+    Raises SelectionError if no source has rings.
+    """
+    runs = run_directories(sources)
+    if not runs:
+        raise SelectionError(
+            f"{' + '.join(map(str, sources))}: holds no rings, so nothing can be in flight; give a "
+            "run directory"
+        )
+    recording, _ = _recording(sources)
+    rings = _read_rings(runs, only=count)
+    peers = build_timelines(recording.traces)
+    known = {timeline.key for timeline in peers}
+    peers += [timeline for timeline in rings.finished if timeline.key not in known]
+    chosen = rings.in_flight[:count]
+    return Selection(
+        recording=recording,
+        chosen=chosen,
+        peers=peers,
+        standing=rings.standing,
+        notes=[*_loss_notes(runs, chosen), *rings.problems],
+    )
+
+
+def _recording(sources: Sequence[str | Path]) -> tuple[Recording, SourceError | None]:
+    """What sources hold; an empty recording, and why, if there is nothing to read."""
+    try:
+        return read_sources(sources), None
+    except SourceError as error:
+        return empty_recording(sources), error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rings:
+    """What the rings of runs hold; `in_flight` the worst first."""
+
+    in_flight: Sequence[Timeline] = ()
+    finished: Sequence[Timeline] = ()
+    standing: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    problems: Sequence[str] = ()
+
+
+def _read_rings(runs: Sequence[Path], *, only: int | None = None) -> _Rings:
+    """Read the rings of run directories; those without rings hold nothing.
+
+    only  requests to describe that were not answered, the worst first; None: whatever is open
+    """
+    with_rings = [run for run in runs if (run / RINGS_FOLDER).is_dir()]
+    if not with_rings:
+        return _Rings()
+    looks = RingLooks(*with_rings, keep=True)
+    try:
+        look = looks.look()
+        wanted = ordered(look.requests)
+        if only is not None:
+            wanted = [request for request in wanted if request.ended is None][:only]
+        rank = {request.root_span_id: position for position, request in enumerate(wanted)}
+        spans: list[Span] = []
+        for collected in (*looks.find(rank), *looks.kept()[-MAX_FROM_RINGS:]):
+            spans += assemble(collected)
+    finally:
+        looks.close()
+    timelines = build_timelines(join_spans(spans))
+    open_ones = [timeline for timeline in timelines if timeline.root_id in rank]
+    return _Rings(
+        in_flight=sorted(open_ones, key=lambda timeline: rank[timeline.root_id or ""]),
+        finished=[timeline for timeline in timelines if timeline.root_id not in rank],
+        standing={request.root_span_id: _standing(request, look) for request in wanted},
+        problems=[f"{problem}." for problem in look.problems],
+    )
+
+
+def _standing(request: InFlight, look: Look) -> Sequence[str]:
     """On the process that has to end the stage, and on workers of the request that are gone."""
     names = {request.worker, request.prefill_worker, request.decode_worker} - {None}
     sentences = [
@@ -92,52 +204,45 @@ def _standing(request: InFlight, look: Look) -> tuple[str, ...]:
     return tuple(dict.fromkeys(sentences))
 
 
-def slowest(timelines: Sequence[Timeline], count: int) -> list[Timeline]:
-    """The longest requests, the longest first."""
-    return sorted(timelines, key=lambda t: (-t.total_ns, t.request_id or "", t.trace_id))[:count]
-
-
-def exactly(timelines: Sequence[Timeline], wanted: str) -> list[Timeline]:
-    """Requests with that request id, else root span id, else trace id in long or short form."""
-    return _first_match(timelines, _exact_tests(wanted))
-
-
-def beginning(timelines: Sequence[Timeline], wanted: str) -> list[Timeline]:
-    """Requests with an id that begins so."""
-    low = wanted.lower()
-    return _first_match(
-        timelines,
-        (
-            lambda t: (
-                (t.request_id or "").startswith(wanted)
-                or t.trace_id.startswith(low)
-                or t.trace_id.lstrip("0").startswith(low)
-            ),
-        ),
-    )
+def _loss_notes(runs: Iterable[Path], chosen: Sequence[Timeline]) -> list[str]:
+    """What the recorders of the chosen requests' processes are known to have lost, ever."""
+    instances = {visit.instance for timeline in chosen for visit in timeline.visits}
+    return [
+        f"{process.instance} {what} in the whole run."
+        for run in runs
+        for process in read_health(run).processes
+        if process.instance in instances and (what := process.lost)
+    ]
 
 
 _Test = Callable[[Timeline], bool]
 
 
-def _exact_tests(wanted: str) -> tuple[_Test, ...]:
+def _exactly(timelines: Sequence[Timeline], wanted: str) -> list[Timeline]:
+    """Requests with that request id, else root span id, else trace id in long or short form."""
     low = wanted.lower()
     padded = low.removeprefix("0x").zfill(32)
-    return (
+    tests: tuple[_Test, ...] = (
         lambda t: t.request_id == wanted,
         lambda t: t.root_id == low,
         lambda t: t.trace_id == padded,
     )
-
-
-def _first_match(timelines: Sequence[Timeline], tests: Iterable[_Test]) -> list[Timeline]:
-    for test in tests:
+    for test in tests if wanted else ():
         if found := [timeline for timeline in timelines if test(timeline)]:
             return found
     return []
 
 
-def unseen(timelines: Iterable[Timeline], known: Iterable[Timeline]) -> list[Timeline]:
-    """Those of `timelines` that are not among `known`."""
-    keys = {timeline.key for timeline in known}
-    return [timeline for timeline in timelines if timeline.key not in keys]
+def _beginning(timelines: Sequence[Timeline], wanted: str) -> list[Timeline]:
+    """Requests with an id that begins so."""
+    low = wanted.lower()
+    return [
+        t
+        for t in timelines
+        if wanted
+        and (
+            (t.request_id or "").startswith(wanted)
+            or t.trace_id.startswith(low)
+            or t.trace_id.lstrip("0").startswith(low)
+        )
+    ]

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import pdtrace
-from pdtrace import cli, otlp
+from pdtrace import otlp, selection
 from pdtrace import semconv as a
 from pdtrace.cli import app
 from pdtrace.stages import STAGES, Mode, Role, WaitReason
@@ -213,7 +213,7 @@ def test_a_fault_of_pdtrace_is_one_line_and_exit_code_70(
     def fault(sources: object) -> None:
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr(cli, "read_sources", fault)
+    monkeypatch.setattr(selection, "read_sources", fault)
     monkeypatch.delenv("PDTRACE_DEBUG", raising=False)
     result = invoke("why", "--from", recording)
     assert result.exit_code == 70

@@ -323,6 +323,20 @@ def test_newest_run_of_a_folder_and_a_folder_of_rings_are_sources(tmp_path: Path
         recorder.close()
 
 
+def test_request_that_crosses_hosts_is_one_request(tmp_path: Path) -> None:
+    here = open_recorders(tmp_path / "a" / "rings", roles=ROLES[:2])
+    there = open_recorders(tmp_path / "b" / "rings", roles=ROLES[2:])
+    record_request({**here, **there}, stop_in="decode.generate", outcome=None)
+    looks = open_source(tmp_path / "a", tmp_path / "b")
+    [request] = looks.look().requests
+    assert (request.stage, request.incomplete) == ("decode.generate", None)
+    looks.close()
+    for recorder in (*here.values(), *there.values()):
+        recorder.close()
+    with pytest.raises(LiveError, match="give one agent's address, or run directories"):
+        open_source(tmp_path, "http://127.0.0.1:1")
+
+
 def test_no_directory_is_an_error_and_no_rings_a_problem(tmp_path: Path) -> None:
     with pytest.raises(LiveError, match="no such directory; give a run directory or an agent's"):
         open_source(tmp_path / "nothing")

@@ -220,3 +220,29 @@ def test_request_of_a_killed_process_is_lost_with_it(tmp_path: Path) -> None:
     assert "decode-0 (pid" in text
     assert "was killed, or ended without a word, with 1 request open" in text
     assert "transfer-0 (pid" in text
+
+
+def test_rings_alone_have_the_slowest_where_no_agent_wrote_traces(
+    tmp_path: Path, recorders: Mapping[Role, Recorder]
+) -> None:
+    for index in range(6):
+        record_request(recorders, request_id=f"done-{index}")
+    record_request(recorders, request_id="slow", stage_ms={"transfer": 3_000.0})
+    result = invoke("why", "--from", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("slow stalled in transfer (mostly transfer.copy): 3.00 s ")
+
+
+def test_rings_of_several_hosts_are_one_request(tmp_path: Path) -> None:
+    here = open_recorders(tmp_path / "a" / "rings", roles=ROLES[:2])
+    there = open_recorders(tmp_path / "b" / "rings", roles=ROLES[2:])
+    hold({**here, **there}, stage="decode.generate")
+    both = ("--from", tmp_path / "a", "--from", tmp_path / "b")
+    for arguments in (("req-9",), ("--in-flight",)):
+        result = invoke("why", *arguments, *both, "--json")
+        assert result.exit_code == 0, result.stderr
+        [request] = json.loads(result.stdout)["requests"]
+        assert request["verdict"]["stage"] == "decode.generate"
+        assert request["unexplained_ns"] == 0
+    for recorder in (*here.values(), *there.values()):
+        recorder.close()
