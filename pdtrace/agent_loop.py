@@ -28,6 +28,7 @@ from pdtrace.export import ExportPlan
 from pdtrace.inflight import InFlight, Look
 from pdtrace.losses import STATE_NAME, Losses
 from pdtrace.otlp import decode_line
+from pdtrace.process_view import needed_by
 from pdtrace.ring.records import StepRecord
 from pdtrace.sink import MAX_FILE_BYTES, MAX_FILES, SinkPosition
 from pdtrace.spans import AttrValue, Span
@@ -293,14 +294,14 @@ class Agent:
 
     def look(self) -> Look:
         """What is in flight and how the processes stand, at this instant, from the rings."""
-        now_ns = time.monotonic_ns()
+        requests = self._in_flight(time.monotonic_ns())
         problems = [*self.losses().sentences()]
         if (lag_s := self.lag_s) > KEEPS_UP_S:
             problems.insert(0, f"the agent is {lag_s:.0f} s behind the rings: ages may be too high")
         return Look(
             at_ns=time.time_ns(),
-            requests=tuple(self._in_flight(now_ns)),
-            processes=tuple(self._tails.processes(now_ns)),
+            requests=tuple(requests),
+            processes=tuple(self._tails.processes(needed_by(requests))),
             problems=tuple(problems),
         )
 

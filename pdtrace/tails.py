@@ -1,7 +1,7 @@
 """Tails every ring of a directory into a request tracker.
 
 Owns finding rings, reading them in an order that respects causes, noticing that a writer is gone,
-how the processes stand, where to go on after a restart, and deleting what nobody needs any more.
+where to go on after a restart, and deleting what nobody needs any more.
 Knows nothing of spans.
 """
 
@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,18 +19,16 @@ import msgspec
 
 from pdtrace.collected import Process
 from pdtrace.errors import RingError
-from pdtrace.inflight import ProcessNow, ProcessState
-from pdtrace.losses import LossBook, Losses, RingLosses, WriterEnd
+from pdtrace.inflight import ProcessNow
+from pdtrace.losses import LossBook, Losses, WriterEnd
+from pdtrace.process_view import process_now, processes_gone
 from pdtrace.resource import process_of
 from pdtrace.ring import RingPosition, RingReader, WriterState, scan_rings
 from pdtrace.ring.records import OpenRecord, Record, StepRecord
 from pdtrace.sink import SinkPosition
-from pdtrace.stages import Gauge, Role
+from pdtrace.stages import Role
 from pdtrace.steps import ChosenStep, Member
 from pdtrace.tracker import RequestTracker
-
-STALLED_AFTER_S = 3.0
-"""A process that has work and whose loop has not gone round for so long counts as stalled."""
 
 DEFAULT_KEEP_RINGS = 16
 """Finished rings that are kept, the newest."""
@@ -43,8 +41,6 @@ _MAX_READS = 64
 
 _MANY = 1_000
 """Finished requests whose first position may be kept behind one that is in flight for long."""
-
-_WORK_GAUGES = ("in_flight", "running", "waiting", "copy_jobs_waiting")
 
 _log = logging.getLogger(__name__)
 
@@ -282,56 +278,26 @@ class RingTails:
             self._book.tidy({*self._tails, *self._left, *self._known, *self._left_alone})
             return self._book.losses(**totals)
 
-    def processes(self, now_ns: int) -> list[ProcessNow]:
+    def processes(self, needed: Set[str] = frozenset()) -> list[ProcessNow]:
         """Every process that records, and how the latest of each name ended that does not.
 
-        now_ns  CLOCK_MONOTONIC of this host
+        needed  instances that requests in flight were sent to
         """
         with self.lock:
-            shown = [
-                process
-                for name, tail in self._tails.items()
-                if (process := self._process_now(name, tail, now_ns)) is not None
-            ]
-            alive = {(process.role, process.instance) for process in shown}
-            gone: dict[tuple[str, str], RingLosses] = {}
-            for ring in self._book.losses().rings.values():
-                key = (ring.role, ring.instance)
-                if ring.ended is None or key in alive:
-                    continue
-                if key not in gone or gone[key].made_ns < ring.made_ns:
-                    gone[key] = ring
-        return shown + [_process_gone(ring) for _, ring in sorted(gone.items())]
-
-    def _process_now(self, name: str, tail: _Tail, now_ns: int) -> ProcessNow | None:
-        try:
-            gauges = tail.reader.gauges()
-            writer = tail.reader.writer_state()
-        except (OSError, RingError):
-            return None  # reading says what is wrong with it
-        values = {gauge.name.lower(): value for gauge, value in gauges.items()}
-        progress_ns = gauges.get(Gauge.LAST_PROGRESS_NS)
-        age_s = None if progress_ns is None else max(0, now_ns - progress_ns) / 1e9
-        held = len(self._tracker.held_in(name))
-        has_work = held > 0 or any(values.get(gauge, 0) > 0 for gauge in _WORK_GAUGES)
-        state = ProcessState.ALIVE
-        if writer is WriterState.CLOSED:
-            state = ProcessState.CLOSED
-        elif writer is WriterState.DEAD:
-            state = ProcessState.LOST
-        elif has_work and age_s is not None and age_s > STALLED_AFTER_S:
-            state = ProcessState.STALLED
-        identity = tail.reader.identity
-        return ProcessNow(
-            role=identity.role.value,
-            instance=identity.instance,
-            pid=identity.pid,
-            host_id=identity.host_id,
-            state=state,
-            progress_age_s=age_s,
-            open_requests=held,
-            gauges=values,
-        )
+            shown: list[ProcessNow] = []
+            for name, tail in self._tails.items():
+                try:
+                    gauges, writer = tail.reader.gauges(), tail.reader.writer_state()
+                except (OSError, RingError):
+                    continue  # reading says what is wrong with it
+                identity = tail.reader.identity
+                held = len(self._tracker.held_in(name))
+                is_needed = identity.instance in needed
+                shown.append(
+                    process_now(identity, writer, gauges, open_requests=held, is_needed=is_needed)
+                )
+            rings = list(self._book.losses().rings.values())
+        return shown + processes_gone(rings, {(seen.role, seen.instance) for seen in shown})
 
     def delete_old(self, keep: int) -> int:
         """Deletes finished rings but the `keep` newest; how many. Those with a request in flight,
@@ -552,15 +518,3 @@ def _look(path: Path) -> tuple[int, int]:
     """What tells a file from another under its name, and from itself when written to."""
     stat = path.stat()
     return stat.st_ino, stat.st_mtime_ns
-
-
-def _process_gone(ring: RingLosses) -> ProcessNow:
-    closed = ring.ended is WriterEnd.CLOSED
-    return ProcessNow(
-        role=ring.role,
-        instance=ring.instance,
-        pid=ring.pid,
-        host_id=ring.host_id,
-        state=ProcessState.CLOSED if closed else ProcessState.LOST,
-        open_requests=ring.open_requests,
-    )

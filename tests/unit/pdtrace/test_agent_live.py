@@ -128,10 +128,11 @@ def test_look_shows_processes_by_what_their_rings_say(
     tmp_path: Path, recorders: Mapping[Role, Recorder]
 ) -> None:
     now_ns = time.monotonic_ns()
-    decode, prefill = recorders[Role.DECODE], recorders[Role.PREFILL]
+    decode = recorders[Role.DECODE]
     decode.gauge(Gauge.LAST_PROGRESS_NS, now_ns - 60_000_000_000)
     decode.gauge(Gauge.KV_PAGES_FREE, 3)
-    prefill.gauge(Gauge.LAST_PROGRESS_NS, now_ns - 60_000_000_000)
+    for role in (Role.PREFILL, Role.TRANSFER):
+        recorders[role].gauge(Gauge.LAST_PROGRESS_NS, now_ns - 60_000_000_000)
     traces = reserving(recorders, "waits")
     recorders[Role.WORKER].close()
     agent = Agent(tmp_path / "rings", config=QUICK)
@@ -145,7 +146,8 @@ def test_look_shows_processes_by_what_their_rings_say(
     assert shown["decode-0"].progress_age_s == pytest.approx(60, abs=30)
     assert shown["decode-0"].open_requests == 1
     assert shown["decode-0"].gauges["kv_pages_free"] == 3
-    assert shown["prefill-0"].state is ProcessState.ALIVE, "it has nothing to do"
+    assert shown["prefill-0"].state is ProcessState.STALLED, "the request was sent to it"
+    assert shown["transfer-0"].state is ProcessState.ALIVE, "it has nothing to do"
     assert shown["gateway-0"].state is ProcessState.ALIVE
     assert shown["gateway-0"].progress_age_s is None
     assert shown["worker-0"].state is ProcessState.CLOSED
