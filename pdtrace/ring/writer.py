@@ -144,9 +144,7 @@ class RingWriter:
         size = len(body) + 8
         end = self._pos + (size + 7 & -8)
         while end > self._end:
-            if size > self._block_bytes - BLOCK_HEADER.size:
-                raise RecordError(f"a record of {len(body)} bytes is larger than a block")
-            if not self._turn_block():
+            if not self._make_room(size):
                 return
             end = self._pos + (size + 7 & -8)
         # Reserve, then write: a signal handler or finalizer that records in the middle of this
@@ -198,8 +196,23 @@ class RingWriter:
             )
         self._owner = get_ident()
 
-    def _turn_block(self) -> bool:
-        """Begin the next block, recycling the oldest. False (record dropped) when re-entered."""
+    def _make_room(self, size: int) -> bool:
+        """Begin a block for a record of `size` bytes, its header included. False: it is dropped."""
+        if size > self._block_bytes - BLOCK_HEADER.size:
+            raise RecordError(f"a record of {size - 8} bytes is larger than a block")
+        if not self._turn_block():
+            return False
+        if self._pos + (size + 7 & -8) <= self._end:
+            return True
+        # What is written when a block begins left too little: without that, in the next one. Else
+        # a record above half a block would turn blocks for ever.
+        return self._turn_block(whole=True)
+
+    def _turn_block(self, *, whole: bool = False) -> bool:
+        """Begin the next block, recycling the oldest. False (record dropped) when re-entered.
+
+        whole  leave all of it to the record to come: `on_block` is not called
+        """
         if self._turning:
             self._counters[Counter.DROPPED] += 1
             return False
@@ -217,6 +230,6 @@ class RingWriter:
         self.block = block
         self._counters[Counter.WRITTEN] = self._number
         self._turning = False
-        if self.on_block is not None:
+        if self.on_block is not None and not whole:
             self.on_block()
         return True

@@ -658,6 +658,20 @@ def test_a_step_that_cannot_be_recorded_never_reaches_the_loop(
     assert recorder.errors == 2
 
 
+def test_a_step_of_half_a_block_is_recorded_while_more_is_in_flight_than_the_ring_can_hold():
+    rings = MemoryRings(capacity=TINY)
+    recorder = rings.recorders[Role.DECODE]
+    traces = [recorder.begin(CONTEXT) for _ in range(500)]
+    for number in range(1, 21):
+        assert number == recorder.step(
+            StepKind.DECODE, traces[-MAX_STEP_MEMBERS:], tokens=256, begin_ns=1, end_ns=2
+        )
+        last = rings.records(Role.DECODE)[-1]
+        assert isinstance(last, StepRecord)
+        assert (last.number, len(last.members)) == (number, MAX_STEP_MEMBERS)
+    assert recorder.errors == 0
+
+
 # Clocks of other hosts
 
 
