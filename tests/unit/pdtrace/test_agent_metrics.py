@@ -101,7 +101,7 @@ def test_waits_are_measured_by_reason_and_gaps_by_cause() -> None:
     wait = {"stage": "decode.reserve", "reason": "kv_pages"}
     assert value(samples, "pd_stage_wait_seconds_count", **wait) == 1
     assert value(samples, "pd_stage_wait_seconds_sum", **wait) == pytest.approx(0.00099, abs=2e-6)
-    assert value(samples, "pd_token_gap_seconds_sum", cause="worker_busy") == 0.002
+    assert value(samples, "pd_token_gap_seconds_sum", cause="scheduler_busy") == 0.002
 
 
 def test_each_reason_of_a_wait_gets_its_own_time() -> None:
