@@ -60,7 +60,8 @@ class AgentConfig:
 
     poll_s         between looks at the rings; grows to `idle_poll_s` while nothing happens
     grace_s        how long an ended request waits for legs that have not finished
-    flush_s        how long it may take to end, once told to: last words, then exporting
+    flush_s        how long it may take to end, once told to: last words, then exporting. With the
+                   process's own end that is less than 2 s
     state_s        between writes of the state file
     stuck_s        between looks for stuck requests
     max_open       requests in flight; the oldest are given up beyond it
@@ -70,7 +71,7 @@ class AgentConfig:
     poll_s: float = 0.05
     idle_poll_s: float = 0.5
     grace_s: float = DEFAULT_GRACE_NS / 1e9
-    flush_s: float = 2.0
+    flush_s: float = 1.6
     state_s: float = 1.0
     stuck_s: float = 1.0
     max_open: int = DEFAULT_MAX_OPEN
