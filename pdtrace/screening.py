@@ -59,10 +59,13 @@ _leaf = cast(
 
 
 class _Chain(NamedTuple):
-    """Stage names in the order in which they own time, and each one's place in it."""
+    """Stages in the order in which they own time, and each one's place in it.
+
+    stages  name, pauses inside, and whether it grows with tokens
+    """
 
     mode: Mode
-    names: tuple[str, ...]
+    stages: tuple[tuple[str, tuple[str, ...], bool], ...]
     places: Mapping[str, int]
 
 
@@ -73,7 +76,11 @@ def _chains(*, streamed: bool) -> Mapping[str, _Chain]:
         if not streamed:
             # One write: the first token leaves with the last (`pdtrace.placement`).
             names = (*(name for name in names if name != FIRST_TOKEN_HOP), FIRST_TOKEN_HOP)
-        chains[mode.value] = _Chain(mode, names, {name: at for at, name in enumerate(names)})
+        chains[mode.value] = _Chain(
+            mode,
+            tuple((name, NESTED_LEAVES.get(name, ()), name in _SCALED) for name in names),
+            {name: at for at, name in enumerate(names)},
+        )
     return chains
 
 
@@ -124,7 +131,7 @@ def _place(
     spans: Sequence[Span], chain: _Chain, origin: int, wall: int
 ) -> tuple[list[Interval | None], dict[str, list[Interval]]] | None:
     """Chain stages by place and what is nested in them, from the request's begin; None if odd."""
-    intervals: list[Interval | None] = [None] * len(chain.names)
+    intervals: list[Interval | None] = [None] * len(chain.stages)
     inner: dict[str, list[Interval]] = {}
     places = chain.places
     low, high = wall - origin - CLOCK_AGREEMENT_NS, wall - origin + CLOCK_AGREEMENT_NS
@@ -188,23 +195,22 @@ def _leaves(
     )
     owned = _swept(intervals, total) or _painted(intervals, total)
     found: list[Leaf] = []
-    for name, pieces in zip(chain.names, owned, strict=True):
+    append = found.append
+    for (name, pauses, scaled), pieces in zip(chain.stages, owned, strict=True):
         if pieces is None:
             continue
         rest = 0
         for begin, end in pieces:
             rest += end - begin
-        if name == FIRST_TOKEN_HOP and not streamed and rest == 0:
+        if not streamed and name == FIRST_TOKEN_HOP and rest == 0:
             continue
-        pauses = NESTED_LEAVES.get(name)
-        if pauses is not None:
+        if pauses:
             paused = _paused(name, pieces, inner, total) if inner else {}
             for pause in pauses:
                 length = paused.get(pause, 0)
-                found.append(_leaf((pause, name, length, None)))
+                append(_leaf((pause, name, length, None)))
                 rest -= length
-        tokens = leaf_tokens(name, *sizes) if name in _SCALED else None
-        found.append(_leaf((name, name, rest, tokens)))
+        append(_leaf((name, name, rest, leaf_tokens(name, *sizes) if scaled else None)))
     return found
 
 
@@ -223,8 +229,9 @@ def _swept(intervals: Sequence[Interval | None], total: int) -> _Owned | None:
         begin, end = interval
         if begin < covered_from:
             return None  # it may own part of the gap before
-        end = min(end, total)
-        begin = max(begin, reached)
+        # Not with min() and max(): this runs for every stage of every request.
+        end = end if end < total else total
+        begin = begin if begin > reached else reached
         if begin >= end:
             owned.append(())
             continue
