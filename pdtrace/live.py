@@ -15,7 +15,6 @@ from collections import Counter as Tally
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -24,9 +23,10 @@ import msgspec
 from pdtrace.assembly import assemble
 from pdtrace.collected import CollectedRequest
 from pdtrace.errors import LiveError, RingError
-from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState
+from pdtrace.inflight import InFlight, Look, ProcessNow
 from pdtrace.otlp import decode_line
 from pdtrace.placement import is_root
+from pdtrace.process_view import needed_by, now_ns_on, process_now
 from pdtrace.resource import process_of
 from pdtrace.ring import (
     EndRecord,
@@ -38,15 +38,11 @@ from pdtrace.ring import (
     WriterState,
     scan_rings,
 )
-from pdtrace.ring.identity import read_boot_id, read_host_id
 from pdtrace.sources import RINGS_FOLDER, TRACES_FOLDER, resolve_run
 from pdtrace.spans import Span
 from pdtrace.stages import Gauge, Role
 from pdtrace.stuck import RollingStageTimes, StuckPolicy
 from pdtrace.tracker import RequestTracker
-
-STALLED_AFTER_S = 2.0
-"""A process that requests wait for and whose loop has not gone round for longer is STALLED."""
 
 DEFAULT_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
@@ -212,7 +208,7 @@ class RingLooks:
         return Look(
             at_ns=time.time_ns(),
             requests=tuple(requests),
-            processes=tuple(self._processes(_needed(requests))),
+            processes=tuple(self._processes(needed_by(requests))),
             problems=tuple(self._problems()),
         )
 
@@ -367,7 +363,7 @@ class RingLooks:
         """This instant on the clock of the gateway's host: ages count on it."""
         rings = list(self._rings.values())
         home = next((ring for ring in rings if ring.is_gateway), rings[0] if rings else None)
-        return time.monotonic_ns() if home is None else _now_ns_on(home.identity)
+        return time.monotonic_ns() if home is None else now_ns_on(home.identity)
 
     def _described(self, request: InFlight, now_ns: int) -> InFlight:
         time_of = self._times.of(request.mode, request.stage) if request.stage else None
@@ -414,7 +410,16 @@ class RingLooks:
             if id(ring) in current or (ring.state is WriterState.DEAD and ring.open_keys)
         ]
         shown.sort(key=lambda ring: (_ROLES.index(ring.identity.role), ring.identity.instance))
-        return [_process_now(ring, needed) for ring in shown]
+        return [
+            process_now(
+                ring.identity,
+                ring.state,
+                ring.gauges,
+                open_requests=len(ring.open_keys),
+                is_needed=ring.identity.instance in needed,
+            )
+            for ring in shown
+        ]
 
     def _problems(self) -> list[str]:
         problems = [self._unreadable[name] for name in sorted(self._unreadable)]
@@ -436,54 +441,6 @@ class RingLooks:
             if count
         ]
         return problems
-
-
-def _needed(requests: Iterable[InFlight]) -> Set[str]:
-    names = ((r.worker, r.prefill_worker, r.decode_worker) for r in requests)
-    return {name for group in names for name in group if name}
-
-
-def _process_now(ring: _Ring, needed: Set[str]) -> ProcessNow:
-    identity = ring.identity
-    progress_ns = ring.gauges.get(Gauge.LAST_PROGRESS_NS)
-    progress_age_s = None
-    if ring.state is WriterState.ALIVE and progress_ns is not None:
-        progress_age_s = max(0.0, (_now_ns_on(identity) - progress_ns) / 1e9)
-    match ring.state:
-        case WriterState.CLOSED:
-            state = ProcessState.CLOSED
-        case WriterState.DEAD:
-            state = ProcessState.LOST
-        case WriterState.ALIVE:
-            busy = bool(ring.open_keys) or identity.instance in needed
-            stalled = busy and progress_age_s is not None and progress_age_s > STALLED_AFTER_S
-            state = ProcessState.STALLED if stalled else ProcessState.ALIVE
-    return ProcessNow(
-        role=identity.role.value,
-        instance=identity.instance,
-        pid=identity.pid,
-        host_id=identity.host_id,
-        state=state,
-        progress_age_s=progress_age_s,
-        open_requests=len(ring.open_keys),
-        gauges={
-            gauge.name.lower(): value
-            for gauge, value in ring.gauges.items()
-            if gauge is not Gauge.LAST_PROGRESS_NS
-        },
-    )
-
-
-def _now_ns_on(identity: RingIdentity) -> int:
-    """This instant on the CLOCK_MONOTONIC of a ring's host; by wall time if that is another."""
-    if (identity.host_id, identity.boot_id) == _this_host():
-        return time.monotonic_ns()
-    return identity.anchor.to_monotonic_ns(time.time_ns())
-
-
-@cache
-def _this_host() -> tuple[str, str]:
-    return read_host_id(), read_boot_id()
 
 
 def _recent_requests(traces: Path) -> Iterable[Sequence[Span]]:

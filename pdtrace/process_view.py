@@ -45,7 +45,7 @@ def process_now(
     progress_age_s = None
     progress_ns = gauges.get(Gauge.LAST_PROGRESS_NS)
     if writer is WriterState.ALIVE and progress_ns is not None:
-        progress_age_s = max(0.0, (_now_ns_on(identity) - progress_ns) / 1e9)
+        progress_age_s = max(0.0, (now_ns_on(identity) - progress_ns) / 1e9)
     match writer:
         case WriterState.CLOSED:
             state = ProcessState.CLOSED
@@ -97,7 +97,7 @@ def _gone(ring: RingLosses) -> ProcessNow:
     )
 
 
-def _now_ns_on(identity: RingIdentity) -> int:
+def now_ns_on(identity: RingIdentity) -> int:
     """This instant on the CLOCK_MONOTONIC of a ring's host; by wall time if that is another."""
     if (identity.host_id, identity.boot_id) == _this_host():
         return time.monotonic_ns()

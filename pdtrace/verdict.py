@@ -32,7 +32,7 @@ from pdtrace.baselines import (
 )
 from pdtrace.duration import seconds_text
 from pdtrace.spans import AttrValue
-from pdtrace.stages import STAGE_BY_NAME, Kind, Outcome
+from pdtrace.stages import STAGE_BY_NAME, Kind, Mark, Outcome
 from pdtrace.timeline import StageVisit, Timeline, Wait
 from pdtrace.waits import describe_wait
 
@@ -182,7 +182,7 @@ def judge(
         assessments = tuple(_since_entered(timeline, x) for x in assessments)
     chosen = _chosen(timeline, kind, assessments, stall)
     wait = _wait(timeline, chosen.leaf) if chosen else None
-    cause = describe_wait(wait) if wait else None
+    cause = _cause(timeline, chosen.leaf, wait) if chosen and wait else None
     detail = _detail(timeline, chosen.leaf) if chosen else None
     peers = chosen.usual.peers if chosen and chosen.usual else 0
     beyond = bool(chosen and chosen.usual and chosen.usual.beyond)
@@ -332,6 +332,13 @@ def _wait(timeline: Timeline, leaf: Leaf) -> Wait | None:
     nested = [v for v in timeline.visits if STAGE_BY_NAME[v.name].within == leaf.name and v.cause]
     nested = [v for v in nested if v.name not in NESTED_LEAVES.get(leaf.name, ())]
     return max(nested, key=_weight).cause if nested else None
+
+
+def _cause(timeline: Timeline, leaf: Leaf, wait: Wait) -> str:
+    """What was waited for; of several gaps it is the longest one's cause."""
+    gaps = timeline.visits_of(leaf.name) if STAGE_BY_NAME[leaf.name].end is Mark.TOKEN_GAP else ()
+    clause = describe_wait(wait)
+    return f"the longest of {len(gaps)} gaps: {clause}" if len(gaps) > 1 else clause
 
 
 def _weight(visit: StageVisit) -> tuple[int, int]:

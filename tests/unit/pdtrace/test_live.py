@@ -21,6 +21,7 @@ from pdtrace import live, otlp
 from pdtrace.errors import LiveError
 from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState, WaitNow
 from pdtrace.live import AgentLooks, RingLooks, open_source
+from pdtrace.process_view import STALLED_AFTER_S
 from pdtrace.recorder import Recorder
 from pdtrace.ring import RingCapacity, RingReader, scan_rings
 from pdtrace.stages import CHAINS, Gauge, Mode, Role, WaitReason
@@ -274,7 +275,7 @@ def test_stopped_process_is_stalled_and_its_request_stays_in_view(
     look = looks.look()
     process = by_name(look)["decode-0"]
     assert process.progress_age_s is not None
-    assert process.progress_age_s > live.STALLED_AFTER_S
+    assert process.progress_age_s > STALLED_AFTER_S
     [request] = look.requests
     assert (request.request_id, request.stage) == ("held", "decode.generate")
     age_s = request.stage_age_s

@@ -246,3 +246,45 @@ def test_rings_of_several_hosts_are_one_request(tmp_path: Path) -> None:
         assert request["unexplained_ns"] == 0
     for recorder in (*here.values(), *there.values()):
         recorder.close()
+
+
+def test_pause_that_goes_on_is_what_a_request_is_held_up_by(
+    tmp_path: Path, recorders: Mapping[Role, Recorder]
+) -> None:
+    context = RequestContext.create(request_id="paused")
+    record_request(
+        recorders, context=context, start_ns=ago(30), stop_in="decode.generate", outcome=None
+    )
+    worker = recorders[Role.DECODE].begin(context)
+    worker.mark(Mark.PREEMPTED, 7, 0, at_ns=ago(10))
+    worker.wait("decode.preempted", WaitReason.PREEMPTED, needed=7, free=0)
+    [request] = json.loads(invoke("why", "paused", "--json", "--from", tmp_path).stdout)["requests"]
+    verdict = request["verdict"]
+    assert (verdict["stage"], verdict["chain_stage"]) == ("decode.preempted", "decode.generate")
+    assert 10e9 <= verdict["stage_ns"] < request["total_ns"]
+    assert "its pages went to running requests; needed 7 KV pages, 0 free" in verdict["sentence"]
+    worker.end()
+
+
+def test_stage_is_as_old_as_its_own_attempt(
+    tmp_path: Path, recorders: Mapping[Role, Recorder]
+) -> None:
+    """What an earlier attempt spent in the same stage is told among the attempts."""
+    first = RequestContext.create(request_id="again")
+    record_request(
+        recorders, context=first, start_ns=ago(60), stop_in="prefill.queue", outcome=None
+    )
+    second = first.next_attempt()
+    gateway, worker = recorders[Role.GATEWAY].begin(second), recorders[Role.DECODE].begin(second)
+    prefill = recorders[Role.PREFILL].begin(second)
+    gateway.mark(Mark.ROUTED, "prefill-0", "decode-0", at_ns=ago(9))
+    gateway.mark(Mark.DISPATCHED, at_ns=ago(9))
+    worker.mark(Mark.RESERVE_RECEIVED, at_ns=ago(8.5))
+    worker.mark(Mark.PAGES_RESERVED, 7, 0, at_ns=ago(8.4))
+    prefill.mark(Mark.HANDSHAKE_DONE, 7, at_ns=ago(8))
+    [request] = json.loads(invoke("why", "again", "--json", "--from", tmp_path).stdout)["requests"]
+    assert request["verdict"]["stage"] == "prefill.queue"
+    assert 8e9 <= request["verdict"]["stage_ns"] < 50e9
+    assert [one["number"] for one in request["tries"]] == [1, 2]
+    for trace in (gateway, worker, prefill):
+        trace.end()
