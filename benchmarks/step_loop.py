@@ -99,7 +99,7 @@ def _measure(emit: Callable[[], None], rate: int, seconds: float) -> Steps:
 def _recorder_emit(directory: Path) -> Callable[[], None]:
     from pdtrace import Mark, Recorder, RequestContext, Role
 
-    recorder = Recorder.open(directory, role=Role.TRANSFER, instance="bench")
+    recorder = Recorder.open(directory, role=Role.TRANSFER, instance="bench", budget=None)
     trace = recorder.begin(RequestContext.create())
     mark, values = trace.mark, (3, 18, 829_440, 2)
 
