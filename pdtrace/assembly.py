@@ -144,10 +144,7 @@ class _Assembly:
             if begin is None:
                 continue
             stage = plan.stage
-            if plan.end is Mark.COMPLETED:
-                finish = evidence.finish(stage, attempt)
-            else:
-                finish = marks.get(plan.end)
+            finish = evidence.finish(stage, attempt) if plan.is_last else marks.get(plan.end)
             if finish is not None:
                 draft = self._draft(plan, attempt, finish.leg, begin, finish.t_ns, finish=finish)
                 if failure is not None and stage is attempt.active:

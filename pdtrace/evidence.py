@@ -7,11 +7,12 @@ active when something went wrong. Knows nothing of spans.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from operator import attrgetter
 
 import msgspec
+from msgspec.structs import replace
 
 from pdtrace import semconv as a
 from pdtrace.alignment import SAME_CLOCK, Alignment, align
@@ -44,6 +45,7 @@ REPEATABLE_MARKS = frozenset({Mark.WAITING, Mark.ABORTED, Mark.TOKEN_GAP}) | {
 
 
 _by_time = attrgetter("t_ns")
+_MODES = {mode.value: mode for mode in Mode}
 
 
 def place_of(mark: Mark, attr: a.Attr) -> int:
@@ -101,8 +103,7 @@ class Stamp(msgspec.Struct, frozen=True, eq=False, gc=False):
         return self.values[place]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class End(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """How and when an attempt, a stage or the request ended.
 
     is_open  it has not: this is the instant of the look
@@ -152,7 +153,7 @@ def derived_span_id(base: int, salt: int) -> str:
     salt  of the span in it, `span_id_salt`. Two salts differ, so two spans of one attempt never
           have the same id; ids of different attempts are as random as their bases
     """
-    return f"{(base ^ salt) or 1:016x}"
+    return ((base ^ salt) or 1).to_bytes(8).hex()
 
 
 def span_id_base(root_span_id: str, attempt_span_id: str) -> int:
@@ -295,10 +296,9 @@ class Evidence:
 
     def _mode(self) -> Mode:
         tokenized = self.first.get(Mark.TOKENIZED)
-        try:
-            return Mode(str(tokenized.value(a.MODE) if tokenized else None))
-        except ValueError:
-            pass
+        told = _MODES.get(str(tokenized.value(a.MODE))) if tokenized else None
+        if told is not None:
+            return told
         if self.request.mode is not None:
             return self.request.mode
         if any(stamp.role is Role.WORKER for stamp in self.stamps):

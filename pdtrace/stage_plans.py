@@ -42,6 +42,7 @@ class StagePlan:
 
     begin       marks that open it there
     is_ingress  before any attempt: its marks are the request's first ones
+    is_last     it ends with the request
     lands       whether its first begin mark's attributes stand on it
     """
 
@@ -52,6 +53,7 @@ class StagePlan:
     in_chain: bool
     at_root: bool
     is_ingress: bool
+    is_last: bool
     lands: bool
     nested_in: str | None
     gap_ns: int
@@ -78,6 +80,7 @@ def _plan(stage: Stage, mode: Mode) -> StagePlan:
         in_chain=in_chain,
         at_root=at_root,
         is_ingress=at_root and stage.end is not Mark.COMPLETED,
+        is_last=stage.end is Mark.COMPLETED,
         lands=bool(begin) and LANDING[mode].get(begin[0]) == stage.name,
         nested_in=None if stage.parent in (ROOT_SPAN, ATTEMPT_SPAN) else stage.parent,
         gap_ns=CHAIN_GAP_NS if in_chain else SIDE_GAP_NS,
