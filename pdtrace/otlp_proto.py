@@ -84,7 +84,7 @@ _MORE = [bytes((n & 127 | 128, n >> 7 | 128)) for n in _GROUPS]
 
 _TIMES_BEGIN, _TIMES_END = 1 << 42, 1 << 56
 """Nanoseconds of a monotonic clock, from about an hour after the machine started."""
-_MAX_TIME_KEYS = 1_000
+_MAX_PREFIXED_KEYS = 1_000
 _FEW = 1_000
 """Integers below are remembered."""
 
@@ -116,12 +116,12 @@ class _Attributes:
     def __init__(self, tag: bytes) -> None:
         self._tag = tag
         self._known = KnownPairs[bytes]()
-        # What stands before the integer in a time's pair, by key and length of its last piece.
-        self._times: dict[str, list[bytes]] = {}
+        # What stands before an integer, by key and length of its varint.
+        self._prefixes: dict[str, list[bytes]] = {}
 
     def add(self, parts: list[bytes], attributes: Mapping[str, Any]) -> int:
         """Appends all that OTLP can carry; returns how many were left out."""
-        append, known, times = parts.append, self._known.by_key, self._times
+        append, known, prefixes = parts.append, self._known.by_key, self._prefixes
         dropped = 0
         for key, value in attributes.items():
             # By type: nearly every value is plain text, a small integer or a time.
@@ -130,15 +130,19 @@ class _Attributes:
                 if kind is str or (kind is int and 0 <= value < _FEW):
                     append(known[key][value])
                     continue
-                if kind is int and _TIMES_BEGIN <= value < _TIMES_END:
-                    last = _LAST[value >> 42]
-                    parts += (
-                        times[key][len(last)],
-                        _MORE[value & 0x3FFF],
-                        _MORE[value >> 14 & 0x3FFF],
-                        _MORE[value >> 28 & 0x3FFF],
-                        last,
-                    )
+                if kind is int and 0 <= value < _TIMES_END:
+                    if value >= _TIMES_BEGIN:
+                        last = _LAST[value >> 42]
+                        parts += (
+                            prefixes[key][6 + len(last)],
+                            _MORE[value & 0x3FFF],
+                            _MORE[value >> 14 & 0x3FFF],
+                            _MORE[value >> 28 & 0x3FFF],
+                            last,
+                        )
+                    else:
+                        varint = _varint(value)
+                        parts += (prefixes[key][len(varint)], varint)
                     continue
             except KeyError:
                 pass
@@ -157,11 +161,11 @@ class _Attributes:
         encoded = self._field(pair[0], _value(pair[1]))
         if type(value) is str or (type(value) is int and 0 <= value < _FEW):
             self._known.keep(key, value, encoded)
-        elif type(value) is int and _TIMES_BEGIN <= value < _TIMES_END:
-            if len(self._times) >= _MAX_TIME_KEYS:
-                self._times.clear()
-            whole = (self._field(pair[0], b"\x18" + bytes(6 + last)) for last in range(3))
-            self._times[key] = [before[: -(6 + last)] for last, before in enumerate(whole)]
+        elif type(value) is int and 0 <= value < _TIMES_END:
+            if len(self._prefixes) >= _MAX_PREFIXED_KEYS:
+                self._prefixes.clear()
+            whole = [self._field(pair[0], b"\x18" + bytes(length)) for length in range(9)]
+            self._prefixes[key] = [field[: len(field) - at] for at, field in enumerate(whole)]
         return encoded
 
     def _field(self, key: str, value: bytes) -> bytes:
