@@ -1,0 +1,92 @@
+"""A long prompt in a colocated worker makes the tokens of others late, and `why` names it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from pdtrace import semconv as a
+from pdtrace.stages import GapCause
+from tests.support.completions import Ask, ask
+from tests.support.recorded import in_flight, spans_of, wait_for
+from tests.support.server import ROOT, RunningServer, running_server
+
+pytestmark = pytest.mark.server
+
+MODEL = "fake:step_ms=4,token_us=2000"
+"""The culprit's pass over 400 tokens takes 0.8 s, a step of the batch some 10 ms."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A colocated server in which a victim has met its culprit."""
+    options = ("--mode", "colocated", "--unchunked", "--gap-threshold-s", "0.3")
+    run_dir = tmp_path_factory.mktemp("interference") / "run"
+    with running_server(run_dir, *options, model=MODEL) as server:
+        for number in range(6):
+            prompt = list(range(1 + number, 30 + number))
+            ask(server, Ask(request_id=f"usual-{number}", prompt=prompt, max_tokens=60))
+        with ThreadPoolExecutor() as pool:
+            victim = Ask(request_id="victim", prompt=list(range(40, 70)), max_tokens=300)
+            answer = pool.submit(ask, server, victim)
+            wait_for(
+                lambda: (in_flight(server, "victim") or {}).get("stage") == "decode.generate",
+                "a victim that generates",
+            )
+            culprit = [(7 * i) % 200 + 1 for i in range(400)]
+            ask(server, Ask(request_id="culprit", prompt=culprit, max_tokens=4))
+            assert answer.result().status == 200
+        yield server
+
+
+def test_gap_has_its_cause_its_step_and_a_link_to_the_culprit(server: RunningServer) -> None:
+    spans = spans_of(server, "victim")
+    (culprit,) = [s for s in spans_of(server, "culprit") if s.name == "prefill.compute"]
+    (gap,) = [
+        span
+        for span in spans
+        if span.name == "decode.gap"
+        and span.attributes[a.GAP_CAUSE.key] == GapCause.INTERFERING_PREFILL
+    ]
+    seconds = gap.attributes[a.GAP_CAUSE_SECONDS.key]
+    assert isinstance(seconds, float)
+    assert seconds >= 0.8
+    assert gap.attributes[a.WAIT_BLOCKER.key] == "culprit"
+    assert gap.attributes[a.STEP_NUMBER.key]
+    assert [link.trace_id for link in gap.links] == [culprit.trace_id]
+
+
+def test_why_names_the_request_whose_prompt_stalled_it(server: RunningServer) -> None:
+    for name in ("victim", "culprit"):
+        spans_of(server, name)
+    assert "culprit" in why(server, "victim")
+    document: dict[str, Any] = json.loads(why(server, "victim", "--json"))
+    assert document["requests"][0]["verdict"]["stage"] == "decode.gap"
+
+
+def why(server: RunningServer, request_id: str, *options: str) -> str:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pdtrace",
+            "why",
+            request_id,
+            "--from",
+            str(server.run_dir),
+            *options,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode in {0, 1}, done.stderr
+    return done.stdout
