@@ -80,10 +80,12 @@ class ClockOffsets:
         if sample.error_ns < 0:
             return
         peer, t_ns, offset_ns = sample.peer_clock_id, sample.t_ns, sample.offset_ns
+        # The truth is within half the round trip at some instant of it; then it may have drifted.
+        error_ns = sample.error_ns + round(_DRIFT_BOUND * sample.error_ns) + 1
         there = self._to_peer.setdefault(peer, _History())
-        there.add(_Sample(t_ns, offset_ns, sample.error_ns))
+        there.add(_Sample(t_ns, offset_ns, error_ns))
         back = self._from_peer.setdefault(peer, _History())
-        back.add(_Sample(t_ns + offset_ns, -offset_ns, sample.error_ns))
+        back.add(_Sample(t_ns + offset_ns, -offset_ns, error_ns))
 
     def at(self, peer_clock_id: str, t_ns: int) -> Offset | None:
         """What to add to own time `t_ns` to get that host's; None without a round trip to it.
