@@ -17,6 +17,7 @@ from pdtrace.health import ProcessHealth, RunHealth
 from pdtrace.host_clocks import HostSummary, clock_breach, summarize_clocks
 from pdtrace.losses import WriterEnd
 from pdtrace.placement import is_attempt, is_root, split_requests, stage_of
+from pdtrace.skew import MAX_SKEW_NS
 from pdtrace.sources import Recording
 from pdtrace.spans import Trace
 from pdtrace.stages import Mode, Outcome, Role
@@ -149,12 +150,17 @@ class CheckReport:
         }
 
 
-def check_recording(recording: Recording, runs: Sequence[RunHealth] = ()) -> CheckReport:
+def check_recording(
+    recording: Recording, runs: Sequence[RunHealth] = (), *, max_skew_ns: int = MAX_SKEW_NS
+) -> CheckReport:
     """Check everything a source held, and the processes of the runs that it came from. A recording
-    without requests keeps no rule."""
+    without requests keeps no rule.
+
+    max_skew_ns  as for `build_timeline`
+    """
     processes = tuple(process for run in runs for process in run.processes)
     requests = [part for trace in recording.traces for part in split_requests(trace)]
-    timelines = [build_timeline(part) for part in requests]
+    timelines = [build_timeline(part, max_skew_ns=max_skew_ns) for part in requests]
     problems = recording.problems
     rules = [
         _rule(

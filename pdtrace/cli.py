@@ -39,6 +39,7 @@ from pdtrace.selection import (
     select_request,
     select_slowest,
 )
+from pdtrace.skew import MAX_SKEW_NS
 from pdtrace.sources import (
     default_source,
     empty_recording,
@@ -81,6 +82,18 @@ FromOption = Annotated[
         "input; give it again to join the recordings of several hosts. Default: $PDTRACE_RUN, else "
         "./run.",
         show_default=False,
+    ),
+]
+MAX_SKEW_S = MAX_SKEW_NS / 1e9
+MaxSkewOption = Annotated[
+    float,
+    typer.Option(
+        "--max-skew",
+        min=0.0,
+        max=1e6,
+        metavar="SECONDS",
+        help="How far spans may be moved whose host's clock nobody measured and the order of "
+        "stages contradicts; 0: not at all.",
     ),
 ]
 JsonOption = Annotated[
@@ -182,6 +195,7 @@ def why(
         ),
     ] = False,
     source: FromOption = None,
+    max_skew: MaxSkewOption = MAX_SKEW_S,
     as_json: JsonOption = False,
 ) -> int:
     """Say in which stage a request stalled, or is held up now, why, and draw it."""
@@ -193,9 +207,9 @@ def why(
         if in_flight:
             selection = select_in_flight(sources, slowest or 1)
         elif request is not None:
-            selection = select_request(sources, request)
+            selection = select_request(sources, request, max_skew_ns=round(max_skew * 1e9))
         else:
-            selection = select_slowest(sources, slowest or 1)
+            selection = select_slowest(sources, slowest or 1, max_skew_ns=round(max_skew * 1e9))
     except SeveralRequestsError as error:
         _complain_of_several(error)
         return EXIT_BAD_INPUT
@@ -350,7 +364,11 @@ def _show_top(
     "Exit code 1 if a rule is broken."
 )
 @_guarded
-def check(source: FromOption = None, as_json: JsonOption = False) -> int:
+def check(
+    source: FromOption = None,
+    max_skew: MaxSkewOption = MAX_SKEW_S,
+    as_json: JsonOption = False,
+) -> int:
     """Check a recording: time adds up, ids agree, parents exist, nothing is missing."""
     sources = source or [default_source()]
     runs = [read_health(run) for run in run_directories(sources)]
@@ -360,7 +378,7 @@ def check(source: FromOption = None, as_json: JsonOption = False) -> int:
         if not any(run.is_ill for run in runs):
             raise
         recording = empty_recording(sources)  # what happened to the processes is known all the same
-    report = check_recording(recording, runs)
+    report = check_recording(recording, runs, max_skew_ns=round(max_skew * 1e9))
     if as_json:
         _print_json(report.document())
     else:

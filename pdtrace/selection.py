@@ -17,6 +17,7 @@ from pdtrace.errors import PdtraceError, SourceError
 from pdtrace.health import read_health
 from pdtrace.inflight import InFlight, Look
 from pdtrace.live import RingLooks
+from pdtrace.skew import MAX_SKEW_NS
 from pdtrace.sources import (
     RINGS_FOLDER,
     Recording,
@@ -65,11 +66,16 @@ class Selection:
     notes: Sequence[str] = ()
 
 
-def select_slowest(sources: Sequence[str | Path], count: int) -> Selection:
-    """The longest finished requests. Raises SourceError or SelectionError if there are none."""
+def select_slowest(
+    sources: Sequence[str | Path], count: int, *, max_skew_ns: int = MAX_SKEW_NS
+) -> Selection:
+    """The longest finished requests. Raises SourceError or SelectionError if there are none.
+
+    max_skew_ns  as for `build_timeline`
+    """
     runs = run_directories(sources)
     recording, trouble = _recording(sources)
-    peers = build_timelines(recording.traces)
+    peers = build_timelines(recording.traces, max_skew_ns=max_skew_ns)
     if trouble is not None:
         peers = list(_read_rings(runs).finished)
         if not peers:
@@ -82,8 +88,12 @@ def select_slowest(sources: Sequence[str | Path], count: int) -> Selection:
     )
 
 
-def select_request(sources: Sequence[str | Path], wanted: str) -> Selection:
+def select_request(
+    sources: Sequence[str | Path], wanted: str, *, max_skew_ns: int = MAX_SKEW_NS
+) -> Selection:
     """The one request with that id, or with an id that begins so; finished, or in flight.
+
+    max_skew_ns  as for `build_timeline`
 
     Raises SelectionError, or SourceError if there was nothing to look through.
     """
@@ -91,7 +101,7 @@ def select_request(sources: Sequence[str | Path], wanted: str) -> Selection:
     recording, trouble = _recording(sources)
     if trouble is not None and not runs:
         raise trouble
-    peers = build_timelines(recording.traces)
+    peers = build_timelines(recording.traces, max_skew_ns=max_skew_ns)
     rings = _Rings()
     found = _exactly(peers, wanted)
     if not found:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from pdtrace import otlp
 from pdtrace import semconv as a
 from pdtrace.check import check_recording
+from pdtrace.cli import app
 from pdtrace.skew import (
     MAX_SKEW_NS,
     OWN_CLOCK,
@@ -348,3 +353,19 @@ def test_moving_by_the_estimate_restores_the_order_of_any_chain(
         others = [c for c in found if c != clock]
         if not others:
             assert skew.least <= truth <= skew.most
+
+
+@pytest.mark.case("CLK-06")
+def test_the_commands_move_only_as_far_as_they_are_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "traces.jsonl"
+    path.write_bytes(otlp.encode_line(shifted(FOREIGN.trace(), -300 * MS).spans))
+    runner = CliRunner()
+    moved = runner.invoke(app, ["check", "--from", str(path), "--json"])
+    (clock,) = json.loads(moved.stdout)["clocks"]
+    assert (moved.exit_code, clock["moved"], clock["basis"]) == (0, 1, "causality")
+    kept = runner.invoke(app, ["check", "--from", str(path), "--max-skew", "0", "--json"])
+    (clock,) = json.loads(kept.stdout)["clocks"]
+    assert (kept.exit_code, clock["moved"]) == (1, 0)
+    why = runner.invoke(app, ["why", "--from", str(path), "--max-skew", "0.1"])
+    assert why.exit_code == 0
+    assert "the limit is 0.1 s" in " ".join(why.stdout.split())
