@@ -24,24 +24,27 @@ from pdtrace.check import CheckReport
 from pdtrace.duration import seconds_text
 from pdtrace.intervals import paint
 from pdtrace.palette import COLOURS, LETTERS
-from pdtrace.stages import CHAINS, STAGES, GapCause, Outcome, WaitReason
-from pdtrace.timeline import UNEXPLAINED, Timeline, Try, Wait
+from pdtrace.stages import STAGES, Outcome, WaitReason
+from pdtrace.timeline import UNEXPLAINED, Timeline
 from pdtrace.verdict import Assessment, Verdict, VerdictKind
-from pdtrace.waits import describe_wait
 from pdtrace.waterfall import LABEL_WIDTH, Waterfall, draw
+from pdtrace.why_lines import (
+    attempt_lines,
+    gap_lines,
+    limited,
+    shared_time,
+    step_lines,
+    stuck_lines,
+    wait_lines,
+)
 
 MAX_WIDTH = 120
-MAX_WAITS = 12
 MAX_VIOLATIONS = 12
-MAX_GAPS = 5
 MAX_LACKS = 5
 _WIDTH_FOR = {"bar": 72, "above": 62, "usual": 52, "outcome": 72, "why": 62}
 """Columns of tables that narrower terminals go without, so that names and numbers are never cut."""
 _DETAIL_SHARE = 0.05  # nested stages of shorter stages are left out of the table
-_SHARED_SHARE = 0.005  # shorter overlaps are not worth a line
 _MAX_ID = 128
-_GAP = "decode.gap"
-_GAP_CAUSES = frozenset(GapCause)
 _NO_DOUBTS = "Nothing is known to be missing: every stage was recorded, with exact times."
 
 _KIND_STYLES = {
@@ -86,7 +89,7 @@ def why_view(
         Text(clean(verdict.sentence, 2_000), style=_KIND_STYLES[verdict.kind]),
     ]
     blocks += [Text(clean(line), style="bold red") for line in standing]
-    blocks += [Text(clean(line), style="yellow") for line in _limited(timeline.lacks, MAX_LACKS)]
+    blocks += [Text(clean(line), style="yellow") for line in limited(timeline.lacks, MAX_LACKS)]
     injected = verdict.wait is not None and verdict.wait.reason == WaitReason.INJECTED
     slow = verdict.kind is VerdictKind.STALLED or (timeline.open and verdict.stalled)
     if slow and verdict.advice and not injected:
@@ -104,15 +107,14 @@ def why_view(
     blocks += [Text(), table.build(picture.stages)]
     if verdict.peers:
         blocks.append(Text(_basis(verdict), style="dim"))
-    blocks += [Text(line, style="dim") for line in _shared_time(timeline)]
-    if len(timeline.tries) > 1:
-        blocks += _section("Attempts", [_try_line(one) for one in timeline.tries])
-    blocks += _section("Waits", _wait_lines(timeline))
-    blocks += _section("Gaps between tokens", _gap_lines(timeline))
-    blocks += _section("Steps", _step_lines(timeline))
-    blocks += _section("Reported as stuck", _stuck_lines(timeline))
+    blocks += [Text(line, style="dim") for line in shared_time(timeline)]
+    blocks += _section("Attempts", attempt_lines(timeline))
+    blocks += _section("Waits", wait_lines(timeline))
+    blocks += _section("Gaps between tokens", gap_lines(timeline))
+    blocks += _section("Steps", step_lines(timeline))
+    blocks += _section("Reported as stuck", stuck_lines(timeline))
     violations = [f"{v.kind.value}: {v.message}" for v in timeline.violations]
-    blocks += _section("Violations", _limited(violations, MAX_VIOLATIONS), style="red")
+    blocks += _section("Violations", limited(violations, MAX_VIOLATIONS), style="red")
     doubts = [*verdict.notes, *timeline.unknowns, *notes]
     if not doubts and not timeline.lacks:
         doubts.append(_NO_DOUBTS)
@@ -329,104 +331,10 @@ def _basis(verdict: Verdict) -> str:
     )
 
 
-def _shared_time(timeline: Timeline) -> Iterable[str]:
-    """Stages that ran while another one owned the time, where it is enough to be missed."""
-    owners = dict.fromkeys(overlap.first for overlap in timeline.overlaps)
-    for owner in owners:
-        shared = [
-            f"{overlap.second} {seconds_text(overlap.ns)}"
-            for overlap in timeline.overlaps
-            if overlap.first == owner and overlap.ns >= _SHARED_SHARE * timeline.total_ns
-        ]
-        if shared:
-            yield f"counted for {owner}, which ran at the same time: {', '.join(shared)}"
-
-
 def _percent(share: float) -> str:
     if 0 < share < 0.0005:
         return "<0.1 %"
     return f"{share * 100:.1f} %"
-
-
-def _wait_lines(timeline: Timeline) -> Sequence[str]:
-    lines: list[str] = []
-    chain = {stage.name for stage in CHAINS[timeline.mode]}
-    nested = {name for names in NESTED_LEAVES.values() for name in names} | {"transfer.queue"}
-    before: Wait | None = None
-    for visit in timeline.visits:
-        if visit.name not in chain | nested:
-            continue
-        for wait in visit.waits:
-            if wait.reason in _GAP_CAUSES and visit.name == _GAP:
-                continue  # told with the gaps
-            if before is not None and _same_wait(wait, before):
-                continue
-            before = wait
-            when = f" from {seconds_text(max(0, wait.at_ns))}" if wait.at_ns is not None else ""
-            held = f" for {seconds_text(wait.for_ns)}" if wait.for_ns is not None else ""
-            if visit.open and wait is visit.waits[-1]:
-                held += " so far"
-            lines.append(f"{wait.stage}{when}{held}: {describe_wait(wait)}")
-    return _limited(lines, MAX_WAITS)
-
-
-def _try_line(one: Try) -> str:
-    """`1: prefill-0 → decode-0, from 0.4 ms for 2.00 s: lost with decode-0 in decode.generate`."""
-    workers = " → ".join(dict.fromkeys(w for w in (one.prefill_worker, one.decode_worker) if w))
-    line = f"{one.number}: {workers + ', ' if workers else ''}from "
-    line += f"{seconds_text(max(0, one.begin_ns))} for {seconds_text(one.end_ns - one.begin_ns)}"
-    if one.outcome is None:
-        return line
-    line += f": {one.outcome.value.replace('_', ' ')}"
-    if one.by:
-        line += f" {'with' if one.outcome is Outcome.LOST else 'by'} {one.by}"
-    if one.stage:
-        line += f" in {one.stage}"
-    return line + (f" ({one.reason})" if one.reason else "")
-
-
-def _gap_lines(timeline: Timeline) -> Sequence[str]:
-    """The longest gaps first: they are what a reader looks for."""
-    gaps = sorted(timeline.visits_of(_GAP), key=lambda visit: -visit.duration_ns)
-    lines: list[str] = []
-    for gap in gaps:
-        token = attribute_text(gap.attributes, a.TOKEN_INDEX)
-        line = f"{seconds_text(gap.duration_ns)} at {seconds_text(max(0, gap.begin_ns))}"
-        line += f" before token {token}" if token else ""
-        cause = describe_wait(gap.cause) if gap.cause else "no cause was recorded"
-        lines.append(f"{line}: {cause}")
-    return _limited(lines, MAX_GAPS)
-
-
-def _step_lines(timeline: Timeline) -> list[str]:
-    lines: list[str] = []
-    for steps in timeline.steps:
-        line = f"{steps.stage}: {steps.count} forward pass{'' if steps.count == 1 else 'es'}"
-        if steps.slowest_ns is not None:
-            line += f", the slowest took {seconds_text(steps.slowest_ns)}"
-            line += f" (step {steps.slowest})" if steps.slowest is not None else ""
-        lines.append(line)
-    return lines
-
-
-def _stuck_lines(timeline: Timeline) -> list[str]:
-    lines: list[str] = []
-    for report in timeline.stuck:
-        line = f"{report.stage} at {seconds_text(max(0, report.at_ns))}"
-        if report.age_ns is not None:
-            line += f": {seconds_text(report.age_ns)} old"
-        if report.threshold_ns is not None:
-            line += f", more than {seconds_text(report.threshold_ns)}"
-        lines.append(line)
-    return lines
-
-
-def _same_wait(one: Wait, other: Wait) -> bool:
-    return (one.stage, describe_wait(one)) == (other.stage, describe_wait(other))
-
-
-def _limited(lines: Sequence[str], limit: int) -> Sequence[str]:
-    return lines if len(lines) <= limit else [*lines[:limit], f"… and {len(lines) - limit} more"]
 
 
 def _section(title: str, lines: Sequence[str], *, style: str = "") -> list[RenderableType]:

@@ -23,6 +23,20 @@ from types import MappingProxyType
 
 from pdtrace import semconv as a
 from pdtrace.attributes import host_id, integer, role_of, text
+from pdtrace.facts import (
+    Steps,
+    StuckEvent,
+    Try,
+    Wait,
+    is_open,
+    longest_cause,
+    nanoseconds,
+    outcome_of,
+    steps_of,
+    stuck_events,
+    tries_of,
+    waits_told,
+)
 from pdtrace.intervals import close_gaps, paint
 from pdtrace.placement import (
     CLOSABLE_GAP_NS,
@@ -57,13 +71,9 @@ __all__ = [
     "Part",
     "Segment",
     "StageVisit",
-    "Steps",
-    "StuckEvent",
     "Timeline",
-    "Try",
     "Violation",
     "ViolationKind",
-    "Wait",
     "build_timeline",
     "build_timelines",
 ]
@@ -73,12 +83,8 @@ UNEXPLAINED = "unexplained"
 MAX_EXPLAINED = 3
 """Sentences on what clocks explain, among the unknowns; all of them are in `explained`."""
 
-BLOCKER_SEPARATOR = "\x1f"
-"""Stands between request ids where a list had to be written as one text."""
-
 _LOST_RECORDS = re.compile(r"(\S+) lost (\d+) records?")
 
-_OUTCOMES: Mapping[str, Outcome] = MappingProxyType({o.value: o for o in Outcome})
 
 # Work before waits: while one job copies, the wait of the next is not what costs time.
 _DETAILS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -91,75 +97,6 @@ _DETAILS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         for outer in dict.fromkeys(stage.within for stage in STAGES if stage.within)
     }
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """Why a stage waited; numbers are in the unit of the reason. Times are None if not recorded.
-
-    reason        a `WaitReason`, for a gap between two tokens a `GapCause`, or another writer's
-    blocker       request id in the way; the first of `blockers`
-    at_ns         when it was recorded, from the request's begin
-    for_ns        how long it held: until the next reason or the end of the stage
-    explained_ns  part of a gap that its cause took
-    step          forward pass in which a gap lies, by the worker's count
-    batch         requests that were in it
-    """
-
-    stage: str
-    reason: str
-    needed: int | None = None
-    free: int | None = None
-    limit: int | None = None
-    position: int | None = None
-    blocker: str | None = None
-    blockers: tuple[str, ...] = ()
-    at_ns: int | None = None
-    for_ns: int | None = None
-    explained_ns: int | None = None
-    step: int | None = None
-    batch: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
-    """The forward passes of one stage; `slowest` counts the worker's passes."""
-
-    stage: str
-    attempt: int
-    count: int
-    slowest: int | None
-    slowest_ns: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StuckEvent:
-    """A stage was reported as stuck, `at_ns` from the request's begin, when it was `age_ns` old."""
-
-    stage: str
-    attempt: int
-    at_ns: int
-    age_ns: int | None
-    threshold_ns: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Try:
-    """One attempt at the request. Times count from the request's begin.
-
-    outcome  how it ended; None while it goes on, or if that was not recorded
-    stage    chain stage in which it ended without success
-    """
-
-    number: int
-    begin_ns: int
-    end_ns: int
-    outcome: Outcome | None
-    reason: str | None
-    by: str | None
-    stage: str | None
-    prefill_worker: str | None
-    decode_worker: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,7 +277,7 @@ def build_timeline(trace: Trace, *, max_skew_ns: int = MAX_SKEW_NS) -> Timeline:
     segments = _partition(placement, total)
     root = placement.root
     attributes: Mapping[str, AttrValue] = root.attributes if root else {}
-    outcome = _outcome(attributes)
+    outcome = outcome_of(attributes)
     overlaps = find_overlaps(placement)
     explained = find_explained(placement, overlaps, outcome) if placement.clocks else ()
     recorders = _recorders(trace)
@@ -357,7 +294,7 @@ def build_timeline(trace: Trace, *, max_skew_ns: int = MAX_SKEW_NS) -> Timeline:
         outcome_stage=text(attributes, a.OUTCOME_STAGE) or _failed_stage(placement),
         started_unix_ns=placement.began_ns,
         total_ns=total,
-        open=_is_open(root) if root else any(visit.open for visit in visits),
+        open=is_open(root) if root else any(visit.open for visit in visits),
         exact=placement.exact,
         segments=segments,
         parts=_parts(segments, placement),
@@ -373,9 +310,9 @@ def build_timeline(trace: Trace, *, max_skew_ns: int = MAX_SKEW_NS) -> Timeline:
             *(f"It only looks impossible: {clause}." for clause in explained[:MAX_EXPLAINED]),
         ),
         attempts=max((item.attempt for item in placement.placed), default=1),
-        tries=_tries(placement),
-        steps=tuple(_steps(visits)),
-        stuck=tuple(_stuck(placement)),
+        tries=tries_of(placement),
+        steps=tuple(steps_of(placement)),
+        stuck=tuple(stuck_events(placement)),
         prompt_tokens=integer(attributes, a.PROMPT_TOKENS),
         cached_tokens=integer(attributes, a.CACHED_TOKENS),
         output_tokens=output_tokens,
@@ -455,7 +392,7 @@ def _details(
 
 def _visit(item: Placed) -> StageVisit:
     span = item.span
-    waits = _waits(item)
+    waits = waits_told(item)
     return StageVisit(
         name=item.stage.name,
         attempt=item.attempt,
@@ -466,189 +403,24 @@ def _visit(item: Placed) -> StageVisit:
         service=span.resource.service_name,
         instance=span.resource.instance_id,
         outcome=_ended_here(span),
-        open=_is_open(span),
+        open=is_open(span),
         attributes=span.attributes,
         waits=waits,
-        cause=_cause(waits, text(span.attributes, a.WAIT_REASON)),
+        cause=longest_cause(waits, text(span.attributes, a.WAIT_REASON)),
         error_ns=item.error,
         moved_ns=item.moved,
     )
 
 
-def _is_open(span: Span) -> bool:
-    return span.attributes.get(a.OPEN.key) is True
-
-
-def _tries(placement: Placement) -> tuple[Try, ...]:
-    """Where an attempt's span carries no workers, those of its stages stand in."""
-    tries: list[Try] = []
-    for span in placement.attempts:
-        number = integer(span.attributes, a.ATTEMPT) or 1
-        begin, end = placement.offsets(span)
-        mine = [item for item in placement.placed if item.attempt == number]
-        prefill, decode = (
-            text(span.attributes, attr)
-            or next((i.span.resource.instance_id for i in mine if role_of(i.span) in roles), None)
-            for attr, roles in (
-                (a.PREFILL_WORKER, {Role.PREFILL, Role.WORKER}),
-                (a.DECODE_WORKER, {Role.DECODE, Role.WORKER}),
-            )
-        )
-        tries.append(
-            Try(
-                number=number,
-                begin_ns=begin,
-                end_ns=max(begin, end),
-                outcome=_outcome(span.attributes),
-                reason=text(span.attributes, a.OUTCOME_REASON),
-                by=text(span.attributes, a.OUTCOME_BY),
-                stage=text(span.attributes, a.OUTCOME_STAGE),
-                prefill_worker=prefill,
-                decode_worker=decode,
-            )
-        )
-    return tuple(sorted(tries, key=lambda one: (one.number, one.begin_ns)))
-
-
-def _steps(visits: Sequence[StageVisit]) -> Iterable[Steps]:
-    for visit in visits:
-        count = integer(visit.attributes, a.STEPS)
-        if count:
-            yield Steps(
-                stage=visit.name,
-                attempt=visit.attempt,
-                count=count,
-                slowest=integer(visit.attributes, a.STEP_SLOWEST_NUMBER),
-                slowest_ns=_nanoseconds(visit.attributes, a.STEP_SLOWEST_SECONDS),
-            )
-
-
-def _stuck(placement: Placement) -> Iterable[StuckEvent]:
-    for item in placement.placed:
-        for event in item.span.events:
-            if a.STUCK_SECONDS.key in event.attributes:
-                yield StuckEvent(
-                    stage=item.stage.name,
-                    attempt=item.attempt,
-                    at_ns=event.time_ns + item.begin - item.span.start_ns,
-                    age_ns=_nanoseconds(event.attributes, a.STUCK_SECONDS),
-                    threshold_ns=_nanoseconds(event.attributes, a.STUCK_AFTER_SECONDS),
-                )
-
-
-def _nanoseconds(attributes: Mapping[str, AttrValue], attr: a.Attr) -> int | None:
-    """An attribute in seconds as nanoseconds; None if it is absent or no sensible length."""
-    seconds = attributes.get(attr.key)
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < 1e9:
-        return None
-    return round(seconds * 1e9)
-
-
 def _ended_here(span: Span) -> Outcome | None:
-    outcome = _outcome(span.attributes)
+    outcome = outcome_of(span.attributes)
     if outcome is None and span.status is StatusCode.ERROR:
         return Outcome.FAILED
     return None if outcome is Outcome.COMPLETED else outcome
 
 
-def _cause(waits: Sequence[Wait], named: str | None) -> Wait | None:
-    """The longest wait of the reason that the recorder names, else of the reason held longest."""
-    if not waits:
-        return None
-    held: defaultdict[str, int] = defaultdict(int)
-    for wait in waits:
-        held[wait.reason] += wait.for_ns or 0
-    reason = named or max(held, key=lambda key: held[key])
-    alike = [wait for wait in waits if wait.reason == reason] or list(waits)
-    return max(alike, key=lambda wait: wait.for_ns or 0)
-
-
 def _by_begin(item: Placed) -> tuple[int, int, str]:
     return (item.begin, -item.end, item.span.span_id)
-
-
-def _waits(item: Placed) -> tuple[Wait, ...]:
-    """Waits from the span's events; one from its own attributes unless an event told it."""
-    span = item.span
-    if not span.events:
-        return _own_wait(item)
-    shift = item.begin - span.start_ns
-    events = sorted(
-        (event for event in span.events if text(event.attributes, a.WAIT_REASON)),
-        key=lambda event: event.time_ns,
-    )
-    waits: list[Wait] = []
-    for position, event in enumerate(events):
-        begin = event.time_ns + shift
-        end = item.end
-        if position + 1 < len(events):
-            end = min(end, events[position + 1].time_ns + shift)
-        held = max(0, end - max(begin, item.begin))
-        waits.append(_wait(item, event.attributes, at_ns=begin, for_ns=held))
-    told = {wait.reason for wait in waits}
-    return (*waits, *(wait for wait in _own_wait(item) if wait.reason not in told))
-
-
-def _own_wait(item: Placed) -> tuple[Wait, ...]:
-    attributes = item.span.attributes
-    if text(attributes, a.WAIT_REASON):
-        return (_wait(item, attributes),)
-    cause = text(attributes, a.GAP_CAUSE)
-    if cause is None:
-        return ()
-    blockers = _blockers(attributes)
-    return (
-        Wait(
-            stage=item.stage.name,
-            reason=cause,
-            blocker=blockers[0] if blockers else None,
-            blockers=blockers,
-            at_ns=item.begin,
-            for_ns=max(0, item.end - item.begin),
-            explained_ns=_nanoseconds(attributes, a.GAP_CAUSE_SECONDS),
-            step=integer(attributes, a.STEP_NUMBER),
-            batch=integer(attributes, a.BATCH_SIZE),
-        ),
-    )
-
-
-def _wait(
-    item: Placed,
-    attributes: Mapping[str, AttrValue],
-    *,
-    at_ns: int | None = None,
-    for_ns: int | None = None,
-) -> Wait:
-    blockers = _blockers(attributes)
-    return Wait(
-        stage=text(attributes, a.WAIT_STAGE) or item.stage.name,
-        reason=text(attributes, a.WAIT_REASON) or "unknown",
-        needed=integer(attributes, a.WAIT_NEEDED),
-        free=integer(attributes, a.WAIT_FREE),
-        limit=integer(attributes, a.WAIT_LIMIT),
-        position=integer(attributes, a.WAIT_POSITION),
-        blocker=blockers[0] if blockers else None,
-        blockers=blockers,
-        at_ns=at_ns,
-        for_ns=for_ns,
-    )
-
-
-def _blockers(attributes: Mapping[str, AttrValue]) -> tuple[str, ...]:
-    """Request ids in the way, the most important one first, each once."""
-    names: list[str] = []
-    if (first := text(attributes, a.WAIT_BLOCKER)) is not None:
-        names.append(first)
-    listed = attributes.get(a.WAIT_BLOCKERS.key)
-    if isinstance(listed, str):
-        names += listed.split(BLOCKER_SEPARATOR)
-    elif isinstance(listed, list | tuple):
-        names += [str(name) for name in listed]
-    return tuple(dict.fromkeys(name for name in names if name))
-
-
-def _outcome(attributes: Mapping[str, AttrValue]) -> Outcome | None:
-    return _OUTCOMES.get(text(attributes, a.OUTCOME) or "")
 
 
 def _failed_stage(placement: Placement) -> str | None:
@@ -671,7 +443,7 @@ def _ttft(placement: Placement, attributes: Mapping[str, AttrValue]) -> int | No
     sent = [item.end for item in placement.chain if item.stage.name == "hop.token"]
     if sent and placement.root is not None:
         return max(0, sent[-1])
-    return _nanoseconds(attributes, a.TTFT_SECONDS)
+    return nanoseconds(attributes, a.TTFT_SECONDS)
 
 
 def _tpot(placement: Placement, output_tokens: int | None) -> float | None:
@@ -695,7 +467,7 @@ def _unknowns(trace: Trace, placement: Placement, outcome: Outcome | None) -> It
     root = placement.root
     if root is None:
         yield "The root span is missing: begin, end and outcome are not known."
-    elif outcome is None and not _is_open(root):
+    elif outcome is None and not is_open(root):
         yield "The outcome was not recorded."
     elif outcome is Outcome.COMPLETED and integer(root.attributes, a.OUTPUT_TOKENS) is None:
         yield "The number of output tokens was not recorded."

@@ -31,9 +31,10 @@ from pdtrace.baselines import (
     leaves,
 )
 from pdtrace.duration import seconds_text
+from pdtrace.facts import Wait
 from pdtrace.spans import AttrValue
 from pdtrace.stages import STAGE_BY_NAME, Kind, Mark, Outcome
-from pdtrace.timeline import StageVisit, Timeline, Wait
+from pdtrace.timeline import StageVisit, Timeline
 from pdtrace.waits import describe_wait
 
 __all__ = [

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from pdtrace.duration import seconds_text
+from pdtrace.facts import Wait
 from pdtrace.inflight import WaitNow
 from pdtrace.stages import STAGE_BY_NAME, GapCause, Mark, WaitReason
-from pdtrace.timeline import Wait
 
 
 def describe_wait(wait: Wait) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pdtrace.facts import Wait
 from pdtrace.inflight import WaitNow
 from pdtrace.stages import GapCause, WaitReason
-from pdtrace.timeline import Wait
 from pdtrace.waits import describe_wait, describe_wait_now, listed
 
 
