@@ -7,11 +7,13 @@ sequence; knows nothing of where the KV of the prompt came from.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
+from pdtrace.recorder import MAX_BLOCKERS
 from pdtrace.stages import GapCause, StepKind, WaitReason
 from server.config import ProcessConfig
 from server.detokenize import TokenBytes
@@ -89,7 +91,8 @@ class GeneratingScheduler(Scheduler[GenLegT]):
         self._num_admitted = 0
         self._gap_threshold_s = config.settings.gap_threshold_s
         self._last_batch = (0, 0)  # its size, and how long its step took, nanoseconds
-        self._joined: list[str] = []  # request ids that joined the batch since
+        # Those that joined the batch since, the latest last; some may be over already.
+        self._joined: deque[GenLegT] = deque(maxlen=MAX_BLOCKERS)
 
     @abstractmethod
     def take_pages(self, num_pages: int, owner: str) -> list[int] | None:
@@ -255,7 +258,7 @@ class GeneratingScheduler(Scheduler[GenLegT]):
         now_ns = self._clock()
         leg.come_back(now_ns)
         leg.advance(leg.running, now_ns)
-        self._joined.append(leg.request_id)
+        self._joined.append(leg)
 
     # -- run ----------------------------------------------------------------------------------
 
@@ -269,7 +272,7 @@ class GeneratingScheduler(Scheduler[GenLegT]):
         """Commit the boundary token; the gateway has it already when prefill forwarded it."""
         leg.generation.commit(token_id, now_ns)
         leg.advance(leg.running, now_ns)
-        self._joined.append(leg.request_id)
+        self._joined.append(leg)
         self._again = True
         reason = leg.generation.finish_reason
         if not leg.early:
@@ -314,7 +317,7 @@ class GeneratingScheduler(Scheduler[GenLegT]):
             before_ns = leg.generation.last_ns
             gap_s = leg.generation.commit(token_id, ended_ns)
             if gap_s is not None and gap_s > self._gap_threshold_s:
-                self._mark_gap(leg, before_ns, ended_ns, number, len(batch))
+                self._mark_gap(leg, before_ns, ended_ns, number, batch)
             if leg.absences:
                 leg.absences.clear()
             self._put_out(leg, token_id, ended_ns)
@@ -322,7 +325,7 @@ class GeneratingScheduler(Scheduler[GenLegT]):
         self._joined.clear()
 
     def _mark_gap(
-        self, leg: GenLegT, before_ns: int, at_ns: int, step: int, batch_size: int
+        self, leg: GenLegT, before_ns: int, at_ns: int, step: int, batch: Sequence[GenLegT]
     ) -> None:
         account = account_gap(
             before_ns,
@@ -331,13 +334,13 @@ class GeneratingScheduler(Scheduler[GenLegT]):
             absences=leg.absences,
             known_from_ns=self._log.known_from_ns,
         )
-        others = [request_id for request_id in self._joined if request_id != leg.request_id]
+        others = [other for other in self._joined if other is not leg and other in batch]
         size_before, usual_ns = self._last_batch
         change = BatchChange(
             usual_ns=usual_ns,
-            size=batch_size,
+            size=len(batch),
             size_before=size_before,
-            joined=others[-1] if others else None,
+            joined=others[-1].request_id if others else None,
         )
         self._observer.gap(
             leg,
@@ -345,7 +348,7 @@ class GeneratingScheduler(Scheduler[GenLegT]):
             account.gap_ns / 1e9,
             explain_gap(account, change),
             step=step,
-            batch_size=batch_size,
+            batch_size=len(batch),
             at_ns=at_ns,
         )
 

@@ -108,6 +108,7 @@ class Scheduler(ABC, Generic[LegT]):
         self._observer = TraceObserver(ports.recorder, lambda: self.allocator.num_free)
         self._log = LoopLog()
         self._taken_from_ns = 0  # when this turn began to take in messages
+        self._num_taken = 0  # how many it took
         self._holders: tuple[LegT, ...] = ()
         self._holders_ns: int | None = None
         self._tokens: dict[str, list[TokenItem]] = {}
@@ -162,9 +163,12 @@ class Scheduler(ABC, Generic[LegT]):
             self._log.add(asked_ns, self._taken_from_ns, Doing.IDLE)
         else:
             self._taken_from_ns = asked_ns
+        self._num_taken = 0 if received is None else 1
         if received is not None:
             self._take(received)
-            for received in self._ports.inbox.drain():
+            others = self._ports.inbox.drain()
+            self._num_taken += len(others)
+            for received in others:
                 self._take(received)
         now_ns = self._clock()
         for leg in self.legs.due(now_ns):

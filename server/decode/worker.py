@@ -221,11 +221,11 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         self._landing.append(leg.request_id)
 
     def _note_landings(self) -> None:
-        """Remember the time that this turn spent on KV that arrived, if any did."""
-        if self._landing:
+        """Remember the time that this turn spent on KV that arrived, if that was most of it."""
+        if self._landing and 2 * len(self._landing) >= self._num_taken:
             who, _ = Counter(self._landing).most_common(1)[0]
             self._log.add(self._taken_from_ns, self._clock(), Doing.LANDING, (who,))
-            self._landing.clear()
+        self._landing.clear()
 
     # -- plan ---------------------------------------------------------------------------------
 

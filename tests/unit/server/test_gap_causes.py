@@ -88,6 +88,21 @@ def test_growth_of_the_batch(make_cluster: MakeCluster) -> None:
     assert later
 
 
+def test_request_that_ends_with_its_first_token_is_no_growth(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(settings=config(), step_ms=2)
+    run_alone(cluster, 8)
+    cluster.submit(prompt(6, first=50), max_tokens=1)
+    for _ in range(40):
+        if any(leg.request_id == "r2" and leg.handoff for leg in cluster.decode.legs):
+            break
+        cluster.step()
+    cluster.step_time = by_kind(decode=0.3)  # from the turn on in which it comes and goes
+    cluster.settle()
+    found = gaps(cluster, Role.DECODE)
+    assert {gap[6] for gap in found} == {None}
+    assert found[0][2] == GapCause.UNKNOWN
+
+
 def test_pages_taken_away(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(
         settings=config(decode_pages=12, reserve_output_tokens=1, max_running=4), step_ms=10
