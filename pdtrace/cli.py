@@ -288,8 +288,15 @@ def top(
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Look once instead of following.")] = False,
     limit: Annotated[
-        int, typer.Option("--limit", min=1, metavar="N", help="Requests shown, the worst first.")
-    ] = DEFAULT_LIMIT,
+        int | None,
+        typer.Option(
+            "--limit",
+            min=1,
+            metavar="N",
+            help=f"Requests shown, the worst first. Default: {DEFAULT_LIMIT}; all with --json.",
+            show_default=False,
+        ),
+    ] = None,
     stage: Annotated[
         str | None,
         typer.Option("--stage", metavar="STAGE", help="Only requests in this stage."),
@@ -323,7 +330,7 @@ def _show_top(
     looks: LookSource,
     *,
     once: bool,
-    limit: int,
+    limit: int | None,
     stage: str | None,
     interval_s: float,
     as_json: bool,
@@ -353,7 +360,7 @@ def _show_top(
                 source=looks.name,
                 width=console.width,
                 stage=stage,
-                limit=limit,
+                limit=limit or DEFAULT_LIMIT,
                 ascii_only=ascii_only,
             )
         )

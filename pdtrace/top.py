@@ -367,7 +367,7 @@ def follow(
     console: Console,
     *,
     stage: str | None,
-    limit: int,
+    limit: int | None,
     interval_s: float,
     as_json: bool,
     ascii_only: bool,
@@ -390,7 +390,7 @@ def follow(
             source=source.name,
             width=console.width,
             stage=stage,
-            limit=limit,
+            limit=limit or DEFAULT_LIMIT,
             height=console.height if in_place else None,
             ascii_only=ascii_only,
         )

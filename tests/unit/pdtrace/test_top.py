@@ -324,6 +324,20 @@ def test_once_shows_the_run(run: Path) -> None:
     assert "\x1b" not in result.stdout
 
 
+def test_json_holds_all_unless_limited(run: Path) -> None:
+    roles = (Role.GATEWAY, Role.PREFILL, Role.TRANSFER, Role.DECODE)
+    recorders = open_recorders(run / "rings", roles=roles)
+    for index in range(30):
+        record_request(recorders, request_id=f"r-{index}", stop_in="gateway.queue", outcome=None)
+    whole = json.loads(invoke("top", "--once", "--json", "--from", run).stdout)
+    assert len(whole["requests"]) == whole["in_flight"] == 31
+    few = json.loads(invoke("top", "--once", "--json", "--limit", "3", "--from", run).stdout)
+    assert (len(few["requests"]), few["in_flight"]) == (3, 31)
+    assert "… and 11 more" in invoke("top", "--once", "--from", run).stdout
+    for recorder in recorders.values():
+        recorder.close()
+
+
 def test_once_as_json_is_one_object(run: Path) -> None:
     document = json.loads(invoke("top", "--once", "--json", "--from", run).stdout)
     assert [r["stage"] for r in document["requests"]] == ["decode.reserve"]
