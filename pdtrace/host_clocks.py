@@ -65,7 +65,8 @@ class HostSummary:
         if self.settings:
             text += f", set {self.settings} time{'s' if self.settings > 1 else ''}"
         if self.moved:
-            text += f"; spans of {self.moved} requests moved, as the order of stages asks for it"
+            requests = f"{self.moved} request{'s' if self.moved > 1 else ''}"
+            text += f"; spans of {requests} moved, as the order of stages asks for it"
         return text + "."
 
 

@@ -66,7 +66,7 @@ class RoundTrips:
         if ack.sent_ns != sent_ns or at_gateway < 0 or on_the_way < 0:
             self.ignored["absurd"] += 1
             return None
-        del self._sent[ack.seq]
+        self._sent.pop(ack.seq, None)  # the other thread may have given it up just now
         return RoundTrip(
             peer=ack.instance,
             peer_clock_id=ack.clock_id,

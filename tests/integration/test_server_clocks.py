@@ -87,19 +87,22 @@ def assert_sound(run: Run, requests: int) -> None:
         ("decode-0", 5, "decode.reserve", Mark.PAGES_RESERVED),
         ("prefill-0", -5, "prefill.compute", Mark.PREFILL_FINISHED),
         ("transfer-0", 5, "transfer", Mark.KV_LANDED),
+        ("worker-0", -5, "prefill.compute", Mark.PREFILL_FINISHED),
     ],
 )
 def test_times_of_a_shifted_process_are_right_to_within_the_bound(
     tmp_path: Path, instance: str, shift_s: int, stage: str, mark: Mark
 ) -> None:
-    fault = f"{instance}:offset_s={shift_s},host=host-b"
+    mode = "colocated" if instance.startswith("worker") else "pd"
+    options = [
+        *("--allow-faults", "--mode", mode),
+        *("--clock-fault", f"{instance}:offset_s={shift_s},host=host-b"),
+    ]
     asks = [
         Ask(prompt="p" * (7 + 53 * i), max_tokens=4 + i, stream=i % 2 == 0, request_id=f"r-{i}")
         for i in range(16)
     ]
-    with running_server(
-        tmp_path / "run", "--allow-faults", "--clock-fault", fault, model=FAST_FAKE
-    ) as server:
+    with running_server(tmp_path / "run", *options, model=FAST_FAKE) as server:
         assert {answer.status for answer in ask_all(server, asks, at_once=4)} == {200}
     run = recorded(tmp_path / "run")
     assert_sound(run, len(asks))

@@ -211,7 +211,7 @@ def test_a_decode_span_before_its_dispatch_is_a_skew_and_the_verdict_respects_ca
     assert "moved by +12" in sentence and "recorded times are kept" in sentence
     report = check_recording(recording_of(trace))
     assert rule(recording_of(trace), "clocks") == (0, ())
-    assert any("1 requests moved" in fact for fact in report.facts)
+    assert any("spans of 1 request moved" in fact for fact in report.facts)
 
 
 @pytest.mark.case("CLK-06")
