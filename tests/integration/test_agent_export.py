@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from pdtrace import semconv as a
@@ -341,6 +342,31 @@ def test_callers_flag_decides_unless_it_is_overridden_and_the_files_have_all(
     with http_receiver() as collector:
         run_to_end(tmp_path, {ENDPOINT: collector.endpoint})
         assert collector.calls == 0
+
+
+@pytest.mark.case("CTX-09")
+@pytest.mark.parametrize("sampler", ["parentbased_always_on", "always_on"])
+def test_metrics_count_requests_whatever_is_exported(tmp_path: Path, sampler: str) -> None:
+    with recording(tmp_path) as recorders, http_receiver() as collector:
+        variables = {ENDPOINT: collector.endpoint, "OTEL_TRACES_SAMPLER": sampler}
+        with agent_process(tmp_path, variables, "--http", "127.0.0.1:0") as process:
+            for number in range(5):
+                parent = extract({"traceparent": f"00-{number + 1:032x}-00000000000000ab-00"})
+                record_request(recorders, request_id=f"r{number}", parent=parent)
+            eventually(lambda: num_written(tmp_path) == 5)
+            url = json.loads((tmp_path / "agent.json").read_text())["url"]
+
+            def completed() -> float:
+                text = httpx.get(f"{url}/metrics", trust_env=False).text
+                lines = [
+                    line for line in text.splitlines() if line.startswith("pd_requests_total{")
+                ]
+                return sum(float(line.split()[-1]) for line in lines)
+
+            eventually(lambda: completed() == 5)
+            process.send_signal(signal.SIGTERM)
+            finish(process)
+    assert bool(collector.calls) is (sampler == "always_on")
 
 
 def test_docs_name_the_override() -> None:
