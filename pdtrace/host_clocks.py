@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from pdtrace.duration import seconds_text
-from pdtrace.skew import ClockBasis, HostClock, signed
+from pdtrace.skew import ClockBasis, HostClock, offset_text
 from pdtrace.timeline import Timeline
 
 MAX_DRIFT_PPM = 1000.0
@@ -56,9 +56,9 @@ class HostSummary:
             text += ": its error is not known"
         else:
             low, high = self.offsets_ns
-            text += f": offset {signed(low)}"
+            text += f": offset {offset_text(low)}"
             if high - low > self.error_ns:
-                text += f" to {signed(high)}"
+                text += f" to {offset_text(high)}"
             text += f", known to ± {seconds_text(self.error_ns)}"
         if self.drift_ppm is not None:
             text += f", drift {self.drift_ppm:+.0f} ± {self.drift_doubt:.0f} ppm"

@@ -73,7 +73,9 @@ class HostClock:
     def bound(self) -> str:
         """What is known of it, in brackets behind something that it may explain."""
         if self.offset_ns is not None and self.error_ns is not None:
-            return f"{self.name}: offset {signed(self.offset_ns)} ± {seconds_text(self.error_ns)}"
+            return (
+                f"{self.name}: offset {offset_text(self.offset_ns)} ± {seconds_text(self.error_ns)}"
+            )
         return f"{self.name}: error of its clock not known"
 
     @property
@@ -82,7 +84,8 @@ class HostClock:
         if self.basis is ClockBasis.MEASURED:
             assert self.offset_ns is not None and self.error_ns is not None
             return (
-                f"Times of {self.name} stand on another clock, offset {signed(self.offset_ns)} and "
+                f"Times of {self.name} stand on another clock, offset "
+                f"{offset_text(self.offset_ns)} and "
                 f"known to ± {seconds_text(self.error_ns)}: so are the stages that begin or end "
                 "there."
             )
@@ -104,6 +107,11 @@ class HostClock:
             f"{said}; its spans are shown moved by {signed(self.moved_ns)}, the recorded times are "
             "kept."
         )
+
+
+def offset_text(ns: int) -> str:
+    """To the microsecond, however large: `-5.000123 s`."""
+    return f"{ns / 1e9:+.6f} s"
 
 
 def signed(ns: int) -> str:

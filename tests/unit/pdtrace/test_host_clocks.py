@@ -38,7 +38,7 @@ def test_a_steady_clock_has_one_offset_and_no_drift() -> None:
     assert (clock.basis, clock.offsets_ns) == (ClockBasis.MEASURED, (-5 * S, -5 * S))
     assert (clock.error_ns, clock.settings, clock.moved) == (200_000, 0, 0)
     assert clock.drift_ppm == pytest.approx(0, abs=0.01)
-    assert "host-b (decode-0): offset -5.00 s, known to ± 200 µs, drift +0" in clock.sentence
+    assert "host-b (decode-0): offset -5.000000 s, known to ± 200 µs, drift +0" in clock.sentence
 
 
 @pytest.mark.parametrize("ppm", [100, -100])
@@ -71,7 +71,7 @@ def test_check_prints_hosts_and_keeps_the_rule() -> None:
     ]
     report = check_recording(recording_of(*traces))
     assert report.ok
-    assert any("Clock of host-b (decode-0): offset +5.00 s" in fact for fact in report.facts)
+    assert any("Clock of host-b (decode-0): offset +5.000000 s" in fact for fact in report.facts)
     document = json.loads(json.dumps(report.document()))
     (clock,) = document["clocks"]
     assert (clock["host"], clock["offsets_ns"], clock["error_ns"]) == (
