@@ -19,6 +19,7 @@ thread that calls them one after the other on the same requests.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import random
@@ -71,6 +72,7 @@ SLICE = 100
 BATCH = 512
 MEMBERS = 8
 OUTPUT_TOKENS = 32
+_NUMBERS = itertools.count(1)  # no request id comes twice: encoders remember what does
 
 
 # -- recording -------------------------------------------------------------------------------
@@ -132,15 +134,13 @@ class Traffic:
         stand_ins = dict(zip((Role.PREFILL, Role.DECODE), self._passes, strict=True))
         self._through = cast("Mapping[Role, Recorder]", {**self._recorders, **stand_ins})
         self._rng = random.Random(0)
-        self._number = 0
         self._started_ns = time.monotonic_ns()
 
     def record(self, count: int) -> None:
         """Records `count` healthy requests whose waits name their predecessors."""
         rng = self._rng
-        for _ in range(count):
-            self._number += 1
-            before = f"req-{self._number - 1:08d}"
+        for number in itertools.islice(_NUMBERS, count):
+            before = f"req-{number - 1:08d}"
             waits: Mapping[str, Wait] = {
                 "decode.reserve": {
                     "reason": WaitReason.KV_PAGES,
@@ -159,8 +159,8 @@ class Traffic:
             }
             record_request(
                 self._through,
-                request_id=f"req-{self._number:08d}",
-                start_ns=self._started_ns + self._number * 3_000_000,
+                request_id=f"req-{number:08d}",
+                start_ns=self._started_ns + number * 3_000_000,
                 stage_ms={
                     "prefill.queue": rng.uniform(1, 60),
                     "prefill.compute": rng.uniform(90, 150),

@@ -87,6 +87,8 @@ _TIMES_BEGIN, _TIMES_END = 1 << 42, 1 << 56
 _MAX_PREFIXED_KEYS = 1_000
 _FEW = 1_000
 """Integers below are remembered."""
+_SHORT = 120
+"""Characters of a text whose length, with two bytes more, is still a varint of one byte."""
 
 
 def _varint(n: int) -> bytes:
@@ -118,6 +120,8 @@ class _Attributes:
         self._known = KnownPairs[bytes]()
         # What stands before an integer, by key and length of its varint.
         self._prefixes: dict[str, list[bytes]] = {}
+        self._before_doubles: dict[str, bytes] = {}
+        self._keys: dict[str, bytes] = {}
 
     def add(self, parts: list[bytes], attributes: Mapping[str, Any]) -> int:
         """Appends all that OTLP can carry; returns how many were left out."""
@@ -144,6 +148,9 @@ class _Attributes:
                         varint = _varint(value)
                         parts += (prefixes[key][len(varint)], varint)
                     continue
+                if kind is float:
+                    parts += (self._before_doubles[key], _pack_double(value))
+                    continue
             except KeyError:
                 pass
             pair = self._pair(key, value)
@@ -155,17 +162,33 @@ class _Attributes:
 
     def _pair(self, key: str, value: Any) -> bytes | None:
         """One attribute, and what is remembered of it; None if it cannot be carried."""
+        if type(value) is str and len(value) < _SHORT and key in self._keys and value.isascii():
+            # Ids of requests: new ones come all the time.
+            before, text = self._keys[key], value.encode()
+            size = len(text)
+            lengths = bytes((0x12, size + 2, 0x0A, size))
+            encoded = b"".join((self._tag, _LAST[len(before) + size + 4], before, lengths, text))
+            self._known.keep(key, value, encoded)
+            return encoded
         pair = valid_pair(key, value)
         if pair is None:
             return None
         encoded = self._field(pair[0], _value(pair[1]))
         if type(value) is str or (type(value) is int and 0 <= value < _FEW):
             self._known.keep(key, value, encoded)
+            if len(self._keys) >= _MAX_PREFIXED_KEYS:
+                self._keys.clear()
+            if len(key) < _SHORT:
+                self._keys[key] = _text_field(b"\x0a", pair[0])
         elif type(value) is int and 0 <= value < _TIMES_END:
             if len(self._prefixes) >= _MAX_PREFIXED_KEYS:
                 self._prefixes.clear()
             whole = [self._field(pair[0], b"\x18" + bytes(length)) for length in range(9)]
             self._prefixes[key] = [field[: len(field) - at] for at, field in enumerate(whole)]
+        elif type(value) is float:
+            if len(self._before_doubles) >= _MAX_PREFIXED_KEYS:
+                self._before_doubles.clear()
+            self._before_doubles[key] = encoded[:-8]
         return encoded
 
     def _field(self, key: str, value: bytes) -> bytes:

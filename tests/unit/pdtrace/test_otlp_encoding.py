@@ -152,6 +152,16 @@ def test_values_that_python_takes_for_equal_keep_their_types(first: Any, second:
     assert [(type(value), value) for value in decoded] == [(type(v), v) for v in (first, second)]
 
 
+@pytest.mark.parametrize("key", ["k", "é" * 60, "k" * 119, "k" * 120, "k" * 20_000])
+def test_new_texts_of_a_known_key_of_any_length_are_right(key: str) -> None:
+    spans = [
+        span_of(attributes={key: letter * size})
+        for size in (0, 1, 100, 119, 120, 126, 127, 128, 16_000, 17_000)
+        for letter in "aé"
+    ]
+    assert encode_request(spans) == encode_spans(readable_spans(spans))
+
+
 def test_more_values_keys_and_resources_than_are_remembered_change_nothing() -> None:
     rng = random.Random(0)
     spans = [
