@@ -19,6 +19,7 @@ CASES = {
     "ids": ("ID-01", "ID-05", "ID-06"),
     "export": ("EXP-01", "EXP-02", "EXP-06", "EXP-09", "EXP-10"),
     "configuration": ("CFG-01", "CFG-03", "CFG-04", "CFG-06"),
+    "metrics": ("MET-02",),
 }
 
 
