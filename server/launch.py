@@ -246,6 +246,7 @@ class Launcher:
         """
         info = load_model_info(settings.model)
         needed = pool_bytes(settings)
+        agent_port = choose_agent_port(settings)
         listener = listen(settings.host, settings.port)
         try:
             run_dir = RunDir.acquire(settings.run_path, fresh=fresh)
@@ -264,7 +265,7 @@ class Launcher:
             run_dir=str(run_dir.path),
             model=model if model is None or is_fake(model) else str(Path(model).absolute()),
             served_name=settings.served_name or info.name,
-            agent_port=choose_agent_port(settings),
+            agent_port=agent_port,
         )
         return cls(settings, run_dir, listener, settings.served_name or info.name)
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -149,12 +150,36 @@ def test_times_that_are_not_positive_are_refused_by_name(name: str, seconds: flo
         msgspec.structs.replace(Settings(), **{name: seconds})
 
 
+def test_prepare_refuses_a_taken_agent_port_before_it_makes_anything(tmp_path: Path) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        settings = Settings(model="fake", run_dir=str(tmp_path / "run"), port=0, agent_port=port)
+        with pytest.raises(StartError, match=f"port {port} .* choose another with --agent-port"):
+            Launcher.prepare(settings)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("changes", [{"agent_port": -1}, {"record": False}])
+def test_agent_answers_nowhere_without_a_port_or_a_recording(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    settings = Settings(model="fake", run_dir=str(tmp_path / "run"), port=0, **changes)
+    launcher = Launcher.prepare(settings)
+    try:
+        assert launcher.agent_url is None
+        assert launcher.state().agent_url is None
+    finally:
+        launcher.close()
+
+
 def test_prepare_resolves_port_and_model_name(tmp_path: Path) -> None:
     launcher = Launcher.prepare(Settings(model="fake", run_dir=str(tmp_path / "run"), port=0))
     try:
         assert launcher.settings.port > 0
         assert launcher.settings.served_name == "fake"
         assert launcher.url == f"http://127.0.0.1:{launcher.settings.port}"
+        assert launcher.settings.agent_port > 0
+        assert launcher.agent_url == f"http://127.0.0.1:{launcher.settings.agent_port}"
     finally:
         launcher.close()
     assert launcher.run_dir.pools is not None
