@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -83,7 +83,7 @@ def eventually(probe: Callable[[], T | None]) -> T:
 
 
 @contextmanager
-def held(server: RunningServer, request_id: str, stage: str) -> Iterator[None]:
+def held(server: RunningServer, request_id: str, stage: str) -> Generator[None]:
     """A request that stays in `stage` until its client leaves, which is at the end."""
     url = urlsplit(server.url)
     body = json.dumps(
@@ -101,7 +101,7 @@ def held(server: RunningServer, request_id: str, stage: str) -> Iterator[None]:
 
 
 @contextmanager
-def stopped(pid: int) -> Iterator[None]:
+def stopped(pid: int) -> Generator[None]:
     """A process that stands still."""
     os.kill(pid, signal.SIGSTOP)
     try:
