@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -104,12 +104,16 @@ class Metrics(Protocol):
 
 
 class _State(msgspec.Struct, frozen=True, kw_only=True):
-    """What a restarted agent needs. Requests finished since `sink` stand in the sink's files."""
+    """What a restarted agent needs. Requests finished since `sink` stand in the sink's files.
+
+    stuck  its StuckPolicy, for who judges in its place while it is stopped
+    """
 
     version: int = 1
     rings: dict[str, RingState] = {}
     sink: SinkPosition = SinkPosition()
     losses: Losses = Losses()
+    stuck: dict[str, Any] = {}
 
 
 class Agent:
@@ -148,6 +152,7 @@ class Agent:
         self._state = _State()
         self._state_written_s = -float("inf")
         self._state_path: Path | None = None
+        self._run_dir = None if out is None else str(Path(out).resolve())
         self._told_to_stop_s: float | None = None
         self._polled_s = self._caught_up_s = time.monotonic()
         self._look_due_s = self._polled_s + self.config.stuck_s
@@ -241,7 +246,10 @@ class Agent:
         Requests in flight stay in their rings: the next agent with the same `out` goes on.
         """
         if self._state_path is not None:
-            self._keep_house()
+            try:
+                self._keep_house()
+            except AgentError as error:
+                _log.error("%s", error)
         self._state_path = None
         self._tails.close()
         flush_s = self.config.flush_s
@@ -304,6 +312,9 @@ class Agent:
             requests=tuple(requests),
             processes=tuple(self._tails.processes(needed_by(requests))),
             problems=tuple(problems),
+            pid=os.getpid(),
+            run_dir=self._run_dir,
+            lag_s=max(lag_s, self.poll_age_s),
         )
 
     @property
@@ -343,9 +354,11 @@ class Agent:
         if request.stage is None:
             return request
         usual = self._times.of(request.mode, request.stage)
-        if usual is None:
-            return request
-        return msgspec.structs.replace(request, usual_s=usual.usual_s, p99_s=usual.p99_s)
+        if usual is not None:
+            request = msgspec.structs.replace(request, usual_s=usual.usual_s, p99_s=usual.p99_s)
+        if not request.stuck and self.config.stuck.is_stuck(request):
+            return msgspec.structs.replace(request, stuck=True)
+        return request
 
     # -- finished requests -------------------------------------------------------------------
 
@@ -383,7 +396,7 @@ class Agent:
             return spans
         if not verdict:
             return spans
-        judged = dataclasses.replace(root, attributes={**root.attributes, **verdict})
+        judged = msgspec.structs.replace(root, attributes={**root.attributes, **verdict})
         return [judged, *spans[1:]]
 
     def _fault(self, doing: str, request: CollectedRequest, error: Exception) -> None:
@@ -452,12 +465,20 @@ class Agent:
                 self._tracker.remember_finished(_request_span_ids(spans))
 
     def _keep_house(self) -> None:
-        """Writes the state, then deletes the rings that it no longer needs."""
+        """Writes the state, then deletes the rings that it no longer needs.
+
+        Raises AgentError when the run directory was deleted and is another agent's now.
+        """
         self._state_written_s = time.monotonic()
+        path = self._state_path
+        if path is not None and not self._delivery.owns_files:
+            self._state_path = None
+            raise AgentError(f"{path.parent} is another agent's now: this one ends")
         self._steps.keep(self._tails.live)
         rings, sink = self._tails.states(self._delivery.position or SinkPosition())
-        state = _State(rings=rings, sink=sink, losses=self.losses())
-        if self._state_path is None or self._save(self._state_path, state):
+        stuck = dataclasses.asdict(self.config.stuck)
+        state = _State(rings=rings, sink=sink, losses=self.losses(), stuck=stuck)
+        if path is None or self._save(path, state):
             self._summary.rings_deleted += self._tails.delete_old(self.config.keep_rings)
 
     def _save(self, path: Path, state: _State) -> bool:

@@ -14,7 +14,7 @@ import stat
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import IO, Protocol, cast
@@ -428,7 +428,7 @@ class _Reader:
 def _rooted(span: Span) -> Span:
     """A parent id of zeros, or the span's own, means that there is no parent."""
     if span.parent_id and (span.parent_id == span.span_id or not span.parent_id.strip("0")):
-        return replace(span, parent_id=None)
+        return msgspec.structs.replace(span, parent_id=None)
     return span
 
 

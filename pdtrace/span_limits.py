@@ -7,9 +7,11 @@ nothing of encoders: `pdtrace.export_targets` puts the counts into the message. 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from pdtrace.spans import AttrValue, Event, Link, Span
 
@@ -25,7 +27,7 @@ VARIABLES = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpanLimits:
     """Counts, and lengths in characters; None is no limit."""
 
@@ -72,7 +74,7 @@ def limit_span(span: Span, limits: SpanLimits) -> tuple[Span, Dropped]:
     inner = limits.inner_chars
     event_attributes = [_limited(e.attributes, limits.event_attributes, inner) for e in events]
     link_attributes = [_limited(k.attributes, limits.link_attributes, inner) for k in links]
-    limited = dataclasses.replace(
+    limited = replace(
         span,
         attributes=attributes,
         events=tuple(

@@ -8,8 +8,10 @@ Meaning lives in `pdtrace.stages`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
+
+import msgspec
 
 AttrScalar = str | int | float | bool
 AttrValue = AttrScalar | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
@@ -50,29 +52,27 @@ class Resource:
         return None if value is None else str(value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(msgspec.Struct, frozen=True, gc=False):
     """A point in a span's time."""
 
     name: str
     time_ns: int
-    attributes: Mapping[str, AttrValue] = field(default_factory=dict[str, AttrValue])
+    attributes: Mapping[str, AttrValue] = msgspec.field(default_factory=dict[str, AttrValue])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class Link(msgspec.Struct, frozen=True, gc=False):
     """A reference to another span."""
 
     trace_id: str
     span_id: str
-    attributes: Mapping[str, AttrValue] = field(default_factory=dict[str, AttrValue])
+    attributes: Mapping[str, AttrValue] = msgspec.field(default_factory=dict[str, AttrValue])
 
 
-@dataclass(slots=True, kw_only=True)
-class Span:
+class Span(msgspec.Struct, frozen=True, gc=False):
     """One span. `parent_id` is None for a trace's first span; a remote parent keeps its id.
 
-    Nobody changes one. It is not frozen, as a frozen one takes three times as long to make.
+    Structs rather than dataclasses: those take four times as long to make. Nothing in one leads
+    back to it, so the garbage collector need not follow them.
     """
 
     trace_id: str
@@ -83,7 +83,7 @@ class Span:
     start_ns: int
     end_ns: int
     resource: Resource
-    attributes: Mapping[str, AttrValue] = field(default_factory=dict[str, AttrValue])
+    attributes: Mapping[str, AttrValue] = msgspec.field(default_factory=dict[str, AttrValue])
     events: Sequence[Event] = ()
     links: Sequence[Link] = ()
     status: StatusCode = StatusCode.UNSET

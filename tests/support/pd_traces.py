@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pdtrace import semconv as a
 from pdtrace.spans import AttrValue, Event, Resource, Span, SpanKind, StatusCode, Trace
@@ -22,6 +22,7 @@ from pdtrace.stages import (
     Role,
     Stage,
 )
+from tests.support.copies import replace
 
 WALL_NS = 1_760_000_000_000_000_000
 MONO_NS = 5_000_000_000_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from pdtrace.ring.records import StepRecord
 from pdtrace.spans import Span
 from pdtrace.stages import CHAINS, Mode, StepKind
 from pdtrace.tallies import MAX_SERIES, MAX_VALUES, OTHER, Counts, Errors, Histogram
+from tests.support.copies import replace
 from tests.support.marked_requests import (
     DECODE,
     TRACE_ID,
@@ -70,7 +70,7 @@ def request_with(**changes: Any) -> tuple[CollectedRequest, list[Span]]:
     root, *stages = assemble(request)
     attributes = dict(root.attributes)
     attributes.update({getattr(a, name.upper()).key: v for name, v in changes.items()})
-    return request, [dataclasses.replace(root, attributes=attributes), *stages]
+    return request, [replace(root, attributes=attributes), *stages]
 
 
 def test_finished_request_is_measured_stage_by_stage() -> None:
@@ -147,8 +147,8 @@ def test_retries_are_counted_by_why_the_attempt_before_ended() -> None:
     attempt = next(s for s in spans if s.attributes.get(a.SPAN.key) == "attempt")
     reason = {**attempt.attributes, a.OUTCOME_REASON.key: "worker_lost"}
     metrics = AgentMetrics()
-    metrics.request(request, [*spans, dataclasses.replace(attempt, attributes=reason)])
-    metrics.request(request, [dataclasses.replace(attempt, attributes=reason), *spans])
+    metrics.request(request, [*spans, replace(attempt, attributes=reason)])
+    metrics.request(request, [replace(attempt, attributes=reason), *spans])
     samples = scraped(metrics)
     assert value(samples, "pd_retries_total", reason="worker_lost") == 1
     assert value(samples, "pd_retries_total", reason="unknown") == 1
@@ -364,7 +364,7 @@ def test_fault_in_a_measurement_is_counted_said_once_and_raises_nothing(
 
     request = request_of(pd_moments())
     root, *_ = assemble(request)
-    broken = dataclasses.replace(root, attributes=Broken())
+    broken = replace(root, attributes=Broken())
     metrics = AgentMetrics()
     metrics.request(request, [broken])
     metrics.request(request, [broken])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -12,6 +11,7 @@ from pdtrace.baselines import Baselines, Leaf, RollingBaselines, Usual, leaves
 from pdtrace.spans import Span
 from pdtrace.stages import Outcome
 from pdtrace.timeline import Timeline, build_timeline
+from tests.support.copies import replace
 from tests.support.pd_traces import HEALTHY_S, Story, noisy
 
 MS = 1_000_000

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -14,6 +13,7 @@ from pdtrace.check import CheckReport, check_recording
 from pdtrace.sources import BadLine, Problems, Recording, join_spans
 from pdtrace.spans import Span, Trace
 from pdtrace.stages import Mode, Outcome
+from tests.support.copies import replace
 from tests.support.pd_traces import HEALTHY_S, Story, noisy
 
 

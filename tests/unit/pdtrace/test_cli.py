@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from pdtrace import semconv as a
 from pdtrace.cli import app
 from pdtrace.stages import STAGES, Mode, Role, WaitReason
 from pdtrace.testing import Wait, open_recorders, record_request
+from tests.support.copies import replace
 from tests.support.pd_traces import Story, noisy
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from pdtrace.otlp import count_sampled, decode_line
 from pdtrace.sink import SinkPosition, lines_since, span_files
 from pdtrace.spans import Resource, Span, SpanKind
 from pdtrace.spill import CURSORS_NAME, Spill, Stretch
+from tests.support.copies import replace
 from tests.support.otlp_receivers import http_receiver
 
 EAGER = QueueLimits(max_queued=40, max_batch=10, delay_s=0.001)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import subprocess
@@ -41,6 +40,7 @@ from pdtrace.export_targets import (
 from pdtrace.otlp_proto import encode_request, readable_spans
 from pdtrace.spans import Span
 from pdtrace.testing import open_recorders, record_request
+from tests.support.copies import replace
 from tests.support.marked_requests import pd_moments, request_of
 from tests.support.otlp_receivers import (
     Received,
@@ -344,7 +344,7 @@ def test_batches_are_bounded_and_requests_stay_together() -> None:
 
 def test_bad_attribute_types_never_lose_a_batch() -> None:
     attributes: dict[str, Any] = {"good": 1, "path": Path("/tmp"), "none": None}
-    odd = dataclasses.replace(SPANS[0], attributes=attributes)
+    odd = replace(SPANS[0], attributes=attributes)
     with http_receiver() as by_http, grpc_receiver() as by_grpc:
         targets = [
             otlp_http_target(f"{by_http.endpoint}/v1/traces"),

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from email.utils import formatdate
 from typing import Any
 
@@ -36,6 +35,7 @@ from pdtrace.export_targets import (
     otlp_grpc_target,
     otlp_http_target,
 )
+from tests.support.copies import replace
 from tests.support.marked_requests import pd_moments, request_of
 from tests.support.otlp_receivers import (
     Received,

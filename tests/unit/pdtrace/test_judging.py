@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +21,7 @@ from pdtrace.testing import FakeClock, MemoryRings, Wait, record_request
 from pdtrace.timeline import build_timeline
 from pdtrace.tracker import RequestTracker
 from pdtrace.verdict import judge, stall_attributes
+from tests.support.copies import replace
 from tests.support.marked_requests import Moment, colocated_moments, pd_moments, request_of
 from tests.support.pd_traces import HEALTHY_S, noisy, retried
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +22,7 @@ from pdtrace.stages import CHAINS, STAGES, Mode, Outcome
 from pdtrace.timeline import UNEXPLAINED, Timeline, build_timeline
 from pdtrace.verdict import Verdict, judge_all
 from pdtrace.waterfall import LABEL_WIDTH, draw
+from tests.support.copies import replace
 from tests.support.pd_traces import HEALTHY_S, Story, noisy, retried
 
 

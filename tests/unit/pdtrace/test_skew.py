@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ from pdtrace.sources import Problems, Recording
 from pdtrace.spans import AttrValue, Resource, Span, Trace
 from pdtrace.stages import Outcome
 from pdtrace.timeline import Timeline, ViolationKind, build_timeline
+from tests.support.copies import replace
 from tests.support.pd_traces import HEALTHY_S, WALL_NS, Story
 
 MS = 1_000_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 
@@ -14,6 +13,7 @@ from pdtrace.export_queue import Target
 from pdtrace.export_targets import limited_readable_spans, otlp_grpc_target, otlp_http_target
 from pdtrace.span_limits import VARIABLES, Dropped, SpanLimits, limit_span, limits_from_env
 from pdtrace.spans import Event, Link, Span
+from tests.support.copies import replace
 from tests.support.marked_requests import pd_moments, request_of
 from tests.support.otlp_receivers import Received, grpc_receiver, http_receiver
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +20,7 @@ from pdtrace.timeline import (
     build_timeline,
     build_timelines,
 )
+from tests.support.copies import replace
 from tests.support.pd_traces import HEALTHY_S, Story, noisy, retried
 
 MS = 1_000_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +22,7 @@ from pdtrace.verdict import (
     judge_all,
     stall_attributes,
 )
+from tests.support.copies import replace
 from tests.support.pd_traces import HEALTHY_S, Story, noisy
 
 STALL_S = 2.0
