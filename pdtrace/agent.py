@@ -16,6 +16,7 @@ import argparse
 import gc
 import logging
 import os
+import resource
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ __all__ = [
     "RollingJudge",
     "agent_command",
     "agent_config",
+    "allow_many_files",
     "collect_garbage_rarely",
     "http_config",
     "main",
@@ -120,6 +122,7 @@ def agent_command(
     totals are printed as one JSON object at the end. Call it from the main thread.
     """
     collect_garbage_rarely()
+    allow_many_files()
     stop = StopFlag()
     try:
         with stop_on_signals(stop):
@@ -138,6 +141,13 @@ def collect_garbage_rarely() -> None:
     """For a process that does nothing but this: spans die by their reference counts, and to look
     for cycles among them takes an eighth of its time."""
     gc.set_threshold(50_000, 10, 10)
+
+
+def allow_many_files() -> None:
+    """A ring of each process is open: as many files as this user may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def agent_config(

@@ -64,6 +64,15 @@ class Delivery:
         return None if self._sink is None else self._sink.position
 
     @property
+    def owns_files(self) -> bool:
+        """Whether the run directory is still this delivery's; without files there is none to own.
+        What cannot be known counts as yes."""
+        try:
+            return self._sink is None or self._sink.holds_lock()
+        except OSError:
+            return True
+
+    @property
     def lines_lost(self) -> int:
         """Requests that could not be written to the files."""
         return 0 if self._sink is None else self._sink.lines_lost

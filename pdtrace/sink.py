@@ -7,6 +7,7 @@ Who follows the files (`pdtrace.spill`) keeps positions, and hears of a file bef
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -47,7 +48,8 @@ class FileSink:
     """Appends lines to the newest file of `directory`, made when missing (mode 0700).
 
     Each write() is on its way to the operating system when it returns, whole lines only. A line
-    that a crash cut off is removed by the next sink before it appends.
+    that a crash cut off is removed by the next sink before it appends. A file that somebody else
+    deletes or changes is left alone, and a further one begun.
 
     files_deleted   oldest files removed to keep within `max_files`
     lines_lost      lines that could not be written
@@ -74,24 +76,19 @@ class FileSink:
         self._failing = False
         self._fd: int | None = None
         self._size = 0
+        self._lock_fd = -1
         try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock_fd = os.open(
-                self.directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
+            locked = self.holds_lock()
         except OSError as error:
             raise SinkError(
                 f"cannot write traces to {self.directory}: {error.strerror}. "
                 "Give a directory that this user may write to"
             ) from error
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock_fd)
+        if not locked:
             raise SinkError(
                 f"another agent writes traces to {self.directory}: stop it, "
                 "or use another directory"
-            ) from error
+            )
         files = span_files(self.directory)
         self._number = file_number(files[-1]) if files else 1
         try:
@@ -130,11 +127,38 @@ class FileSink:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
+    def holds_lock(self) -> bool:
+        """Whether the directory, made again if somebody has deleted it, is this sink's alone.
+
+        Raises OSError when that cannot be known.
+        """
+        if self._lock_fd >= 0:
+            try:
+                here = (self.directory / LOCK_NAME).stat()
+            except FileNotFoundError:
+                pass
+            else:
+                return os.path.samestat(here, os.fstat(self._lock_fd))
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(self.directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            return False
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+        self._lock_fd = fd
+        return True
+
     def _append(self, lines: Sequence[bytes]) -> list[SinkPosition | None]:
         if not lines:
             return []
         try:
+            self._begin_anew_if_changed()
             if self._fd is None:
+                if not self.holds_lock():
+                    raise OSError(errno.EBUSY, "another agent writes there")
                 self._open()
             assert self._fd is not None
             data = memoryview(b"".join(lines))
@@ -166,6 +190,21 @@ class FileSink:
                 self.directory,
                 error.strerror,
             )
+
+    def _begin_anew_if_changed(self) -> None:
+        """Go on in a further file when somebody has deleted or changed this one: what is written to
+        it would be lost, or positions in it wrong."""
+        if self._fd is None:
+            return
+        stat = os.fstat(self._fd)
+        if stat.st_nlink and stat.st_size == self._size:
+            return
+        _log.warning(
+            "%s was %s by somebody else: traces go on in a further file",
+            self._path(self._number),
+            "changed" if stat.st_nlink else "deleted",
+        )
+        self._rotate()
 
     def _rotate(self) -> None:
         if self._fd is not None:

@@ -7,8 +7,11 @@ Knows nothing of spans.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import resource
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Set
@@ -42,6 +45,14 @@ _MAX_READS = 64
 _MANY = 1_000
 """Finished requests whose first position may be kept behind one that is in flight for long."""
 
+_FOR_A_WHILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Errors of this host, not of a ring."""
+
+_OTHER_FILES = 128
+"""Open files that are no rings: the agent's own, its connections, those of who asks it."""
+
+_NO_LOOK = (0, 0)
+
 _log = logging.getLogger(__name__)
 
 
@@ -73,6 +84,8 @@ class TailCounts:
     torn: int = 0
     unreadable: int = 0
 
+
+FileLook = tuple[int, int]
 
 Since = dict[str, tuple[RingPosition, SinkPosition]]
 """Where a ring and the sink stood before each request in flight appeared in the ring, by root."""
@@ -151,13 +164,15 @@ class RingTails:
         self._chosen: list[ChosenStep] = []
         self._tails: dict[str, _Tail] = {}
         self._left: dict[str, _Left] = {}
-        self._left_alone: dict[str, tuple[int, int]] = {}
+        self._left_alone: dict[str, FileLook] = {}
+        self._waiting: set[str] = set()
+        self._max_tails = _max_open_rings()
         self._said: set[str] = set()
 
     @property
     def num_live(self) -> int:
-        """Rings that are still read."""
-        return len(self._tails)
+        """Rings that are still read, or have to wait for that."""
+        return len(self._tails) + len(self._waiting)
 
     @property
     def at_end(self) -> bool:
@@ -341,22 +356,33 @@ class RingTails:
         for name in (set(self._known) | set(self._left_alone)) - names - set(self._tails):
             self._known.pop(name, None)
             self._left_alone.pop(name, None)
+        self._waiting &= names
 
     def _open(self, path: Path) -> None:
         name = path.name
+        look = _NO_LOOK
         try:
             look = _look(path)
             if self._left_alone.get(name) == look:
                 return
-            self._left_alone[name] = look
+            if len(self._tails) >= self._max_tails:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             reader = RingReader(path)
         except FileNotFoundError:
             return
         except (OSError, RingError) as error:
+            if isinstance(error, OSError) and error.errno in _FOR_A_WHILE:
+                self._let_wait(name, error)
+                return
+            if self._left_alone.get(name) == look:
+                return
+            self._left_alone[name] = look
             self.counts.unreadable += 1
             self._book.unreadable(name, str(error))
             _log.error("a ring cannot be read, its requests are left out: %s", error)
             return
+        self._left_alone[name] = look
+        self._waiting.discard(name)
         made_ns = reader.identity.anchor.wall_ns
         left = self._left.get(name)
         if left is not None and left.state.made_ns == made_ns:
@@ -383,6 +409,17 @@ class RingTails:
             self._book.begin(name, reader.identity)
             self._tracker.add_ring(name, tail.process, handled_key=handled_key)
         self.counts.rings += 1
+
+    def _let_wait(self, name: str, error: OSError) -> None:
+        """There are too many rings: this one is opened when others are finished."""
+        if name in self._waiting:
+            return
+        self._waiting.add(name)
+        self._book.unreadable(name, f"not read yet: {error.strerror}")
+        self._say_once(
+            f"{error.strerror}: some rings in {self.directory} have to wait until others are "
+            f"finished. The limit (ulimit -n) allows for {self._max_tails}"
+        )
 
     def _drain(
         self,
@@ -491,12 +528,8 @@ class RingTails:
             state = msgspec.structs.replace(self._state(name, tail), finished=True)
             del self._tails[name]
             self._tracker.ring_gone(name, gone_ns, reason)
-            try:
-                look = _look(tail.reader.path)
-            except OSError:
-                pass  # deleted under the agent: there is nothing to come back to
-            else:
-                self._left_alone[name] = look
+            # Of the file that was read: another may have its name by now.
+            self._left_alone[name] = _identified(tail.reader.stat())
             self._left[name] = _Left(state, tail.since)
             tail.reader.close()
 
@@ -514,7 +547,18 @@ class RingTails:
             _log.warning("%s", message)
 
 
-def _look(path: Path) -> tuple[int, int]:
+def _max_open_rings() -> int:
+    """How many files may be open, less what the agent needs for everything else."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(limit - _OTHER_FILES, limit // 2)
+
+
+def _look(path: Path) -> FileLook:
+    return _identified(path.stat())
+
+
+def _identified(stat: os.stat_result) -> FileLook:
     """What tells a file from another under its name, and from itself when written to."""
-    stat = path.stat()
     return stat.st_ino, stat.st_mtime_ns

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
+from stat import S_ISREG
 from zlib import crc32
 
 import msgspec
@@ -83,10 +84,14 @@ class RingReader:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._fd: int | None = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        # Without O_NONBLOCK, a FIFO of that name would hold the reader up for ever.
+        self._fd: int | None = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         fd = self._fd
         try:
-            self._load(lambda offset, size: os.pread(fd, size, offset), os.fstat(fd).st_size)
+            stat = self.stat()
+            if not S_ISREG(stat.st_mode):
+                raise RingFormatError(f"{self.path} is not a pdtrace ring: it is no regular file")
+            self._load(lambda offset, size: os.pread(fd, size, offset), stat.st_size)
         except BaseException:
             self.close()
             raise
@@ -112,6 +117,11 @@ class RingReader:
         self._block = 0
         self._offset = BLOCK_HEADER.size
         self._number = 0
+
+    def stat(self) -> os.stat_result:
+        """Of the file that is read, whatever has its name by now. Not for memory."""
+        assert self._fd is not None
+        return os.fstat(self._fd)
 
     # State of the writer
 

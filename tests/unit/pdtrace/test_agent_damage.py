@@ -1,0 +1,245 @@
+"""Rings, files and states that somebody damages, deletes, replaces or brings too many of."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pdtrace import semconv as a
+from pdtrace.agent import STATE_NAME, Agent, AgentConfig, AgentError, AgentSummary
+from pdtrace.delivery import TRACES_NAME
+from pdtrace.losses import read_losses
+from pdtrace.otlp import decode_line
+from pdtrace.propagation import RequestContext
+from pdtrace.recorder import Recorder
+from pdtrace.ring import RingCapacity, scan_rings
+from pdtrace.sink import lines_since
+from pdtrace.spans import Span
+from pdtrace.stages import Mark, Outcome, Role
+from pdtrace.testing import open_recorders, record_request
+
+WITHIN_S = 60.0
+TINY = RingCapacity(blocks=4, block_bytes=4096)
+QUICK = AgentConfig(poll_s=0.01, idle_poll_s=0.02, grace_s=0.2, flush_s=0.5, state_s=0.0)
+
+
+@pytest.fixture(autouse=True)
+def no_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("OTEL_"):
+            monkeypatch.delenv(name)
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def agent_of(run: Path, config: AgentConfig = QUICK) -> Agent:
+    return Agent(run / "rings", out=run, config=config)
+
+
+def drained(run: Path, config: AgentConfig = QUICK) -> AgentSummary:
+    agent = agent_of(run, config)
+    agent.poll()
+    wait_for(lambda: (agent.poll(), agent.is_drained)[1])
+    return agent.close()
+
+
+def record(run: Path, *request_ids: str) -> None:
+    """Five processes that record whole requests and end."""
+    recorders = open_recorders(run / "rings", capacity=TINY)
+    for request_id in request_ids:
+        record_request(recorders, request_id=request_id)
+    for recorder in recorders.values():
+        recorder.close()
+
+
+def record_alone(run: Path, instance: str, request_id: str) -> Path:
+    """A gateway that records one request and ends; its ring."""
+    with Recorder.open(
+        run / "rings", role=Role.GATEWAY, instance=instance, capacity=TINY
+    ) as gateway:
+        trace = gateway.begin(RequestContext.create(request_id=request_id))
+        trace.mark(Mark.RECEIVED, "POST", "/v1/completions", "text_completion")
+        trace.mark(Mark.COMPLETED, Outcome.COMPLETED)
+        trace.end()
+        assert gateway.path is not None
+        return gateway.path
+
+
+def written(run: Path) -> dict[str, list[Span]]:
+    """Spans by request id; each request is there once."""
+    found = [decode_line(line) for line in lines_since(run / TRACES_NAME)]
+    times = Counter(str(spans[0].attributes[a.REQUEST_ID.key]) for spans in found)
+    assert not [request for request, count in times.items() if count > 1]
+    return {str(spans[0].attributes[a.REQUEST_ID.key]): spans for spans in found}
+
+
+# -- rings -----------------------------------------------------------------------------------
+
+
+def test_ring_that_takes_the_name_of_one_that_is_read_is_read_before_it_is_deleted(
+    tmp_path: Path,
+) -> None:
+    first = record_alone(tmp_path, "gateway-0", "one")
+    agent = agent_of(tmp_path, AgentConfig(poll_s=0.01, grace_s=0.1, state_s=0.0, keep_rings=0))
+
+    reads = 0
+    tails = agent._tails  # pyright: ignore[reportPrivateUsage]
+    drain = tails._drain  # pyright: ignore[reportPrivateUsage]
+
+    def drain_and_replace(*arguments: object, **options: object) -> bool:
+        nonlocal reads
+        reads += 1
+        if reads == 1:  # the agent has the first one open
+            first.unlink()
+            assert record_alone(tmp_path, "gateway-0", "two") == first
+        return drain(*arguments, **options)  # pyright: ignore[reportArgumentType]
+
+    tails._drain = drain_and_replace  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    wait_for(lambda: (agent.poll(), not scan_rings(tmp_path / "rings"))[1])
+    summary = agent.close()
+    assert (summary.rings, summary.requests) == (2, 2)
+    assert set(written(tmp_path)) == {"one", "two"}
+
+
+@contextmanager
+def open_files(limit: int) -> Generator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_more_rings_than_files_may_be_open_are_read_one_after_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [record_alone(tmp_path, f"gateway-{i}", f"r-{i}").name for i in range(120)]
+    used = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    with open_files(2 * used + 60):
+        agent = agent_of(tmp_path)
+        agent.poll()
+        waiting = [name for name in names if name in " ".join(agent.look().problems)]
+        assert 0 < len(waiting) < 120
+        wait_for(lambda: (agent.poll(), agent.is_drained)[1])
+        summary = agent.close()
+    assert (summary.requests, summary.errors) == (120, 0)
+    assert len(written(tmp_path)) == 120
+    assert caplog.text.count("Too many open files") == 1
+    assert not read_losses(tmp_path).sentences()
+
+
+def test_what_is_no_file_neither_holds_the_agent_up_nor_is_said_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record(tmp_path, "one")
+    rings = tmp_path / "rings"
+    os.mkfifo(rings / "fifo.ring")
+    (rings / "folder.ring").mkdir()
+    (rings / "device.ring").symlink_to("/dev/zero")
+    (rings / "loop.ring").symlink_to("loop.ring")
+    (rings / "nothing.ring").symlink_to("there-is-nothing")
+    agent = agent_of(tmp_path)
+    wait_for(lambda: (agent.poll(), agent.is_drained)[1])
+    for _ in range(3):
+        agent.poll()
+    assert agent.close().errors == 4
+    assert set(written(tmp_path)) == {"one"}
+    for name in ("fifo", "folder", "device", "loop"):
+        assert caplog.text.count(f"{name}.ring") == 1
+    assert "nothing.ring" not in caplog.text
+
+
+# -- files of traces -------------------------------------------------------------------------
+
+
+def _delete(traces: Path) -> None:
+    (traces / "spans-000001.jsonl").unlink()
+
+
+def _empty(traces: Path) -> None:
+    (traces / "spans-000001.jsonl").write_bytes(b"")
+
+
+def _cut(traces: Path) -> None:
+    os.truncate(traces / "spans-000001.jsonl", 100)
+
+
+def _scribble(traces: Path) -> None:
+    with (traces / "spans-000001.jsonl").open("ab") as file:
+        file.write(b"half a line")
+
+
+@pytest.mark.parametrize(
+    "spoil", [_delete, _empty, _cut, _scribble, shutil.rmtree], ids=lambda f: f.__name__
+)
+def test_files_that_somebody_spoils_cost_what_was_in_them_and_nothing_more(
+    tmp_path: Path, spoil: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = agent_of(tmp_path)
+
+    def deliver(request_id: str) -> None:
+        record(tmp_path, request_id)
+        agent.poll()
+        wait_for(lambda: (agent.poll(), agent.is_drained)[1])
+
+    deliver("one")
+    spoil(tmp_path / TRACES_NAME)
+    deliver("two")
+    deliver("three")
+    summary = agent.close()
+    assert (summary.requests, summary.lines_lost) == (3, 0)
+    lines = lines_since(tmp_path / TRACES_NAME)
+    whole = [decode_line(line) for line in lines if line.startswith(b"{")]
+    found = [str(spans[0].attributes[a.REQUEST_ID.key]) for spans in whole]
+    assert found == (["one", "two", "three"] if spoil is _scribble else ["two", "three"])
+    assert "by somebody else" in caplog.text
+    # The next agent goes on behind them, and repeats nothing.
+    record(tmp_path, "four")
+    assert drained(tmp_path).requests == 1
+
+
+def test_agent_whose_directory_was_deleted_and_is_anothers_now_ends_and_leaves_it_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    record(run, "one")
+    former = agent_of(run)
+    former.poll()
+    shutil.rmtree(run)
+    record(run, "two")
+    agent = agent_of(run)
+    with pytest.raises(AgentError, match="is another agent's now"):
+        wait_for(lambda: (former.poll(), False)[1])
+    wait_for(lambda: (agent.poll(), agent.is_drained)[1])
+    agent.close()
+    state = (run / STATE_NAME).read_bytes()
+    former.close()
+    assert (run / STATE_NAME).read_bytes() == state
+    assert set(written(run)) == {"two"}
+
+
+def test_agent_whose_directory_was_deleted_makes_it_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    record(run, "one")
+    agent = agent_of(run)
+    agent.poll()
+    shutil.rmtree(run)
+    record(run, "two")
+    wait_for(lambda: (agent.poll(), agent.is_drained)[1])
+    agent.close()
+    assert set(written(run)) >= {"two"}
+    assert drained(run).requests == 0
