@@ -164,7 +164,7 @@ def test_memory_is_bounded_whatever_waits(tmp_path: Path) -> None:
     deliver(delivery, range(2_000))
     gc.collect()
     held = sys.getrefcount(RESOURCE) - before
-    assert 0 < held <= EAGER.max_queued + EAGER.max_batch
+    assert 0 < held <= EAGER.max_queued + 2 * EAGER.max_batch  # caches refer to it, too
     delivery.close(0.2)
     assert delivery.totals()["spans waiting"] == 2_000 * SPANS_EACH
 
@@ -339,10 +339,10 @@ def test_what_somebody_removed_or_damaged_before_its_turn_is_counted_as_dropped(
     delivery = delivery_of(tmp_path, collector, limits=limits, max_file_bytes=20_000)
     deliver(delivery, range(100))
     first, second, *_ = span_files(tmp_path / TRACES_NAME)[1:]
-    gone = sum(1 for _ in first.open("rb"))
+    gone = first.read_bytes().count(b"\n")
     first.unlink()
     lines = second.read_bytes().splitlines(keepends=True)
-    second.write_bytes(b"\0" * len(lines[0]) + b"".join(lines[1:]))
+    second.write_bytes(b"\0" * (len(lines[0]) - 1) + b"\n" + b"".join(lines[1:]))
     collector.up = True
     deliver(delivery, range(100, 103))
     eventually(lambda: delivery.totals()["spans waiting"] == 0)
