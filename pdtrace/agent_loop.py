@@ -180,6 +180,7 @@ class Agent:
             floor=self._state.sink,
             losses=self._state.losses,
             choose=self._choose_step,
+            again=lambda: self._remember_delivered(None),
         )
 
     # -- the loop ----------------------------------------------------------------------------
@@ -452,9 +453,22 @@ class Agent:
         except (OSError, msgspec.MsgspecError) as error:
             _log.warning("%s cannot be used, rings are read from their begin: %s", path, error)
             state = _State()
-        if state.version == self._state.version:
-            self._state = state
-        for line in self._delivery.lines_since(self._state.sink):
+        if state.version != self._state.version:
+            _log.warning(
+                "%s is of version %d, this pdtrace writes %d: rings are read from their begin",
+                path,
+                state.version,
+                self._state.version,
+            )
+            state = _State()
+        if state.sink > (self._delivery.position or SinkPosition()):  # somebody removed files
+            state = msgspec.structs.replace(state, sink=SinkPosition())
+        self._state = state
+        self._remember_delivered(state.sink)
+
+    def _remember_delivered(self, since: SinkPosition | None) -> None:
+        """Requests and steps that the files have behind `since` are not delivered again."""
+        for line in self._delivery.lines_since(since):
             try:
                 spans = decode_line(line)
             except ValueError:

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -40,8 +40,8 @@ class SinkError(PdtraceError):
 class SinkPosition(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """A place between two lines: bytes of file `number`. Later places are greater."""
 
-    number: int = 1
-    offset: int = 0
+    number: Annotated[int, msgspec.Meta(ge=0)] = 1
+    offset: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class FileSink:
@@ -53,7 +53,7 @@ class FileSink:
 
     files_deleted   oldest files removed to keep within `max_files`
     lines_lost      lines that could not be written
-    before_delete   told the number of a file that is about to be removed
+    before_delete   told the number of a file that is about to be removed, or was by somebody else
 
     Raises SinkError.
     """
@@ -204,6 +204,8 @@ class FileSink:
             self._path(self._number),
             "changed" if stat.st_nlink else "deleted",
         )
+        if not stat.st_nlink and self.before_delete is not None:
+            self.before_delete(self._number)
         self._rotate()
 
     def _rotate(self) -> None:

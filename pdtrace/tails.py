@@ -139,6 +139,8 @@ class RingTails:
             finished stand behind it
     losses  what former agents found to be lost
     choose  whether a forward pass is to become a span; asked once for each, by ring and process
+    again   called before a ring whose known state cannot be is read from its begin: the tracker has
+            to learn of all that was ever finished
     counts  totals
     lock    held while the tracker changes: who asks the tracker from another thread holds it
     """
@@ -152,6 +154,7 @@ class RingTails:
         floor: SinkPosition | None = None,
         losses: Losses | None = None,
         choose: Callable[[str, Process, StepRecord], bool] | None = None,
+        again: Callable[[], None] | None = None,
     ) -> None:
         self.counts = TailCounts()
         self.directory = Path(directory)
@@ -161,6 +164,7 @@ class RingTails:
         self._floor = SinkPosition() if floor is None else floor
         self._book = LossBook(losses)
         self._choose = choose
+        self._again = again
         self._chosen: list[ChosenStep] = []
         self._tails: dict[str, _Tail] = {}
         self._left: dict[str, _Left] = {}
@@ -400,7 +404,10 @@ class RingTails:
                 handled_key = known.last_key
                 tail.counted, tail.last_step = known.counted, known.last_step
             except RingError as error:
-                self._say_once(f"{error}: it is read from its begin")
+                _log.warning("%s: it is read from its begin", error)
+                if self._again is not None:
+                    self._again()
+                    self._again = None  # once is enough
         with self.lock:
             self._left.pop(name, None)
             self._left_alone.pop(name, None)

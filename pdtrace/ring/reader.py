@@ -11,6 +11,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from stat import S_ISREG
+from typing import Annotated
 from zlib import crc32
 
 import msgspec
@@ -66,9 +67,9 @@ class RingPosition(msgspec.Struct, frozen=True, kw_only=True):
     number  number of the next record: how many came before it since the ring was made
     """
 
-    block: int = 0
-    offset: int = BLOCK_HEADER.size
-    number: int = 0
+    block: Annotated[int, msgspec.Meta(ge=0)] = 0
+    offset: Annotated[int, msgspec.Meta(ge=0)] = BLOCK_HEADER.size
+    number: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class RingReader:
@@ -165,6 +166,7 @@ class RingReader:
             or position.number < 0
             or position.offset % 8
             or not BLOCK_HEADER.size <= position.offset <= self._block_bytes
+            or position.block > max(self._block_header(slot)[0] for slot in range(self._blocks))
         ):
             raise RingError(f"{position} is no position of {self.path}")
         self._block = position.block

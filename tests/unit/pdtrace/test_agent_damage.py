@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -243,3 +245,46 @@ def test_agent_whose_directory_was_deleted_makes_it_again(tmp_path: Path) -> Non
     agent.close()
     assert set(written(run)) >= {"two"}
     assert drained(run).requests == 0
+
+
+# -- the state -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        {"version": 99},
+        {"version": 99, "rings": 5},
+        {"sink": {"number": 1, "offset": -5}},
+        {"sink": {"number": 7, "offset": 0}},
+        {"rings": {"*": {"position": {"block": 10**6}}}},
+        {"rings": {"*": {"position": {"block": -1}}}},
+        {"rings": {"*": {"position": {"offset": 7}}}},
+    ],
+    ids=json.dumps,
+)
+def test_state_that_cannot_be_costs_nothing_and_is_said(
+    tmp_path: Path, spoil: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    recorders = open_recorders(tmp_path / "rings")
+    record_request(recorders, request_id="one")
+    agent = agent_of(tmp_path)
+    wait_for(lambda: (agent.poll(), "one" in written(tmp_path))[1])
+    agent.close()
+    record_request(recorders, request_id="two")
+    for recorder in recorders.values():
+        recorder.close()
+    path = tmp_path / STATE_NAME
+    state = json.loads(path.read_bytes())
+    for name, value in spoil.items():
+        if isinstance(value, dict) and "*" in value:
+            for ring in state[name].values():
+                ring["position"].update(value["*"]["position"])
+        else:
+            state[name] = value
+    path.write_text(json.dumps(state))
+    drained(tmp_path)
+    assert set(written(tmp_path)) == {"one", "two"}
+    assert not read_losses(tmp_path).sentences()
+    if "sink" not in spoil or spoil["sink"]["offset"] < 0:
+        assert "read from" in caplog.text

@@ -514,6 +514,7 @@ def test_a_reader_resumes_where_another_stopped():
         RingPosition(offset=0),
         RingPosition(offset=25),
         RingPosition(offset=4104),
+        RingPosition(block=10**6),
     ],
 )
 def test_a_position_that_cannot_be_is_refused(position: RingPosition):
