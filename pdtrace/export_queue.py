@@ -91,7 +91,7 @@ class DropReason(StrEnum):
 
     QUEUE_FULL = "queue full"  # no files to wait in
     DISK_FULL = "disk full"  # not in the files, and no room in memory
-    FILE_DELETED = "file deleted"  # rotated away before its turn
+    FILE_DELETED = "file deleted"  # rotated away before its turn, or removed or damaged
     REFUSED = "refused"  # by the collector, for good
     REJECTED = "rejected"  # by the collector, out of a batch that it took
     TOO_LARGE = "too large"  # one request is more than the collector takes at once
@@ -251,7 +251,10 @@ class _Lane:
             if self._read is None:
                 return  # all that matters is in memory
             if self._stock is not None and self._spill is not None:
-                self._unread.update(self._spill.count(*self._stock, only=number))
+                try:
+                    self._unread.update(self._spill.count(*self._stock, only=number))
+                except OSError:
+                    pass  # nobody can say how many there were
             self._drop(DropReason.FILE_DELETED, self._unread.pop(number, 0))
             self._read = max(self._read, SinkPosition(number=self._oldest))
 
@@ -411,6 +414,8 @@ class _Lane:
             self._read = max(stretch.end, SinkPosition(number=self._oldest))
             if self._read >= self._end:
                 self._read = None
+                # What was not found where it was written: somebody removed or damaged a file.
+                self._drop(DropReason.FILE_DELETED, max(sum(self._unread.values()), 0))
                 self._unread.clear()
         return True
 
