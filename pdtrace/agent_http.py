@@ -31,11 +31,9 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 
 import msgspec
 
+from pdtrace.address import ADDRESS_NAME, Address, read_address
 from pdtrace.errors import PdtraceError
 from pdtrace.inflight import Look
-
-ADDRESS_NAME = "agent.json"
-"""File in a run directory that says where its agent answers."""
 
 DEFAULT_LIMIT = 1_000
 MAX_THREADS = 8
@@ -55,13 +53,6 @@ class HttpError(PdtraceError):
     """The endpoint cannot be opened where it was asked for."""
 
     code = "agent_http"
-
-
-class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands in ADDRESS_NAME."""
-
-    url: str
-    pid: int
 
 
 Reply = tuple[HTTPStatus, str, bytes]
@@ -232,14 +223,6 @@ class AgentHttp:
             draft.replace(path)
         except OSError as error:
             _log.warning("cannot write %s: %s; others must be told %s", path, error, self.url)
-
-
-def read_address(run_dir: str | Path) -> Address | None:
-    """Where the agent of a run directory answers; None without one, or if it cannot be read."""
-    try:
-        return msgspec.json.decode((Path(run_dir) / ADDRESS_NAME).read_bytes(), type=Address)
-    except (OSError, msgspec.MsgspecError):
-        return None
 
 
 def parse_bind(bind: str, *, any_host: bool = False) -> tuple[str, int]:

@@ -450,7 +450,9 @@ def _open_requests(look: Look) -> Iterator[Metric]:
         oldest_by_worker,
     )
     stuck = sum(request.stuck for request in look.requests)
-    yield _gauge("pd_open_requests_stuck", "Requests in flight reported as stuck.", (), {(): stuck})
+    yield _gauge(
+        "pd_open_requests_stuck", "Requests in flight that are stuck now.", (), {(): stuck}
+    )
 
 
 def _processes(look: Look) -> Iterator[Metric]:

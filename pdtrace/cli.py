@@ -30,8 +30,9 @@ from pdtrace.documents import stages_document, why_document
 from pdtrace.duration import seconds_text
 from pdtrace.errors import PdtraceError, SourceError
 from pdtrace.health import read_health
-from pdtrace.live import DEFAULT_TIMEOUT_S, LookSource, open_source
+from pdtrace.live import DEFAULT_TIMEOUT_S, LookSource
 from pdtrace.render import MAX_WIDTH, check_view, clean, stages_view, summary_table, why_view
+from pdtrace.run_looks import open_looks, run_of_agent
 from pdtrace.selection import (
     Selection,
     SeveralRequestsError,
@@ -202,7 +203,7 @@ def why(
     if request is not None and (slowest is not None or in_flight):
         option = "--in-flight" if in_flight else "--slowest N"
         raise UsageError(f"give an ID or {option}, not both")
-    sources = source or [default_source()]
+    sources = [run_of_agent(one) for one in source or [default_source()]]
     try:
         if in_flight:
             selection = select_in_flight(sources, slowest or 1)
@@ -313,7 +314,7 @@ def top(
     if stage is not None and stage not in STAGE_BY_NAME:
         raise UsageError(f"{stage!r} is no stage; `pdtrace stages` lists them")
     try:
-        looks = open_source(*(source or [default_source()]), timeout_s=timeout)
+        looks = open_looks(*(source or [default_source()]), timeout_s=timeout)
     except KeyboardInterrupt:
         return 0
     try:
@@ -377,7 +378,7 @@ def check(
     as_json: JsonOption = False,
 ) -> int:
     """Check a recording: time adds up, ids agree, parents exist, nothing is missing."""
-    sources = source or [default_source()]
+    sources = [run_of_agent(one) for one in source or [default_source()]]
     runs = [read_health(run) for run in run_directories(sources)]
     try:
         recording = read_sources(sources)

@@ -45,7 +45,7 @@ class InFlight(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     worker        instance that has to end the stage, as far as known
     usual_s       median of that stage among finished requests; None without any
     p99_s         their 99th percentile
-    stuck         whether the stage was reported as stuck
+    stuck         whether the stage is older than it may become, or was reported as such
     ended         outcome, once the gateway has answered and legs still finish
     incomplete    what is known to be missing of its marks
     """
@@ -88,10 +88,18 @@ class ProcessNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it at one instant; `at_ns` is Unix time, nanoseconds."""
+    """All of it at one instant; `at_ns` is Unix time, nanoseconds.
+
+    pid      of the agent that looked; None where the rings themselves were read
+    run_dir  the directory that agent writes to, on its host; None without one
+    lag_s    how long ago the rings were read to their end
+    """
 
     at_ns: int
     requests: tuple[InFlight, ...] = ()
     processes: tuple[ProcessNow, ...] = ()
     problems: tuple[str, ...] = ()
+    pid: int | None = None
+    run_dir: str | None = None
+    lag_s: float = 0.0
     version: int = SCHEMA_VERSION

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -24,6 +24,7 @@ from pdtrace.assembly import assemble
 from pdtrace.collected import CollectedRequest
 from pdtrace.errors import LiveError, RingError
 from pdtrace.inflight import InFlight, Look, ProcessNow
+from pdtrace.losses import STATE_NAME
 from pdtrace.otlp import decode_line
 from pdtrace.placement import is_root
 from pdtrace.process_view import needed_by, now_ns_on, process_now
@@ -72,20 +73,6 @@ class LookSource(Protocol):
     def close(self) -> None:
         """Lets go of files. Idempotent."""
         ...
-
-
-def open_source(
-    source: str | Path, *others: str | Path, timeout_s: float = DEFAULT_TIMEOUT_S
-) -> LookSource:
-    """The agent behind an `http://` address, else the rings of run directories.
-
-    Raises LiveError if there is neither, or several addresses.
-    """
-    if not any("://" in str(one) for one in (source, *others)):
-        return RingLooks(source, *others)
-    if others:
-        raise LiveError("give one agent's address, or run directories")
-    return AgentLooks(str(source), timeout_s=timeout_s)
 
 
 class AgentLooks:
@@ -175,6 +162,7 @@ class RingLooks:
     sources  run directories, folders of runs (the newest counts), or folders of rings; several
              where a request crosses hosts
     keep     whether finished requests are kept, for `find`
+    policy   when a request is stuck; None: as the run's agent has it
 
     Raises LiveError if there is no such directory.
     """
@@ -183,16 +171,16 @@ class RingLooks:
         self, *sources: str | Path, keep: bool = False, policy: StuckPolicy | None = None
     ) -> None:
         self.name = " + ".join(map(str, sources))
-        self._runs = [resolve_run(Path(source)) for source in sources]
-        for source, run in zip(sources, self._runs, strict=True):
+        self.runs = [resolve_run(Path(source)) for source in sources]
+        for source, run in zip(sources, self.runs, strict=True):
             if not run.is_dir():
                 raise LiveError(
                     f"{source}: no such directory; give a run directory or an agent's URL"
                 )
         self._directories = [
-            inner if (inner := run / RINGS_FOLDER).is_dir() else run for run in self._runs
+            inner if (inner := run / RINGS_FOLDER).is_dir() else run for run in self.runs
         ]
-        self._policy = StuckPolicy() if policy is None else policy
+        self._policy = _policy_of(self.runs) if policy is None else policy
         self._tracker = RequestTracker()
         self._rings: dict[str, _Ring] = {}
         self._unreadable: dict[str, str] = {}
@@ -338,7 +326,7 @@ class RingLooks:
             self._kept.extend(finished)
         if self._learns_from_traces:
             self._learns_from_traces = False
-            for run in self._runs:
+            for run in self.runs:
                 for spans in _recent_requests(run / TRACES_FOLDER):
                     self._times.add(spans)
         for request in finished[-MAX_LEARNT:]:
@@ -368,11 +356,6 @@ class RingLooks:
     def _described(self, request: InFlight, now_ns: int) -> InFlight:
         time_of = self._times.of(request.mode, request.stage) if request.stage else None
         usual_s, p99_s = (time_of.usual_s, time_of.p99_s) if time_of else (None, None)
-        stuck = (
-            request.stage is not None
-            and request.ended is None
-            and request.stage_age_s > self._policy.threshold_s(request.stage, p99_s)
-        )
         incomplete = request.incomplete
         begun_ns = now_ns - round(request.age_s * 1e9)
         workers = {request.worker, request.prefill_worker, request.decode_worker}
@@ -384,13 +367,10 @@ class RingLooks:
         ):
             overwritten = "its first records were overwritten; an agent's address shows all"
             incomplete = f"{incomplete}; {overwritten}" if incomplete else overwritten
-        return msgspec.structs.replace(
-            request,
-            usual_s=usual_s,
-            p99_s=p99_s,
-            stuck=request.stuck or stuck,
-            incomplete=incomplete,
+        request = msgspec.structs.replace(
+            request, usual_s=usual_s, p99_s=p99_s, incomplete=incomplete
         )
+        return msgspec.structs.replace(request, stuck=self._policy.is_stuck(request))
 
     def _processes(self, needed: Set[str]) -> list[ProcessNow]:
         """The latest process of each name, and former ones that left requests open.
@@ -441,6 +421,24 @@ class RingLooks:
             if count
         ]
         return problems
+
+
+class _AgentState(msgspec.Struct, frozen=True):
+    """What is wanted of an agent's state."""
+
+    stuck: dict[str, Any] = {}
+
+
+def _policy_of(runs: Iterable[Path]) -> StuckPolicy:
+    """What the agent of the first run that had one calls stuck, else the usual rule."""
+    for run in runs:
+        try:
+            state = msgspec.json.decode((run / STATE_NAME).read_bytes(), type=_AgentState)
+            if state.stuck:
+                return msgspec.convert(state.stuck, StuckPolicy)
+        except (OSError, msgspec.MsgspecError):
+            continue
+    return StuckPolicy()
 
 
 def _recent_requests(traces: Path) -> Iterable[Sequence[Span]]:

@@ -74,6 +74,15 @@ class StuckPolicy:
         by_p99 = 0.0 if p99_s is None else self.factor * p99_s
         return max(floor_s, by_deadline, by_p99)
 
+    def is_stuck(self, request: InFlight) -> bool:
+        """Whether a request, with its `p99_s`, is older in its stage than that. One that was
+        answered is not, whatever its legs still do."""
+        return (
+            request.stage is not None
+            and request.ended is None
+            and request.stage_age_s > self.threshold_s(request.stage, request.p99_s)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StuckReport:
@@ -121,17 +130,14 @@ class StuckWatch:
         return root_span_id in self._reported
 
     def check(self, in_flight: Sequence[InFlight]) -> list[StuckReport]:
-        """Of all requests in flight, with their `p99_s`: those not reported before.
-
-        A request that was answered is not stuck, whatever its legs still do.
-        """
+        """Of all requests in flight, with their `p99_s`: those not reported before."""
         reports: list[StuckReport] = []
         for request in in_flight:
             stage = request.stage
-            if stage is None or request.ended is not None:
+            if stage is None or request.root_span_id in self._reported:
                 continue
-            threshold_s = self.policy.threshold_s(stage, request.p99_s)
-            if request.stage_age_s > threshold_s and request.root_span_id not in self._reported:
+            if self.policy.is_stuck(request):
+                threshold_s = self.policy.threshold_s(stage, request.p99_s)
                 reports.append(StuckReport(request=request, stage=stage, threshold_s=threshold_s))
         open_ids = {request.root_span_id for request in in_flight}
         self._reported &= open_ids

@@ -3,9 +3,9 @@
 Owns the order, the layout and the loop that looks again and again; where looks come from is
 `pdtrace.live`'s. Pure but for `follow`.
 
-The order: requests whose stage is older than usual, by how many times; then those whose stage has
-no usual time yet, by the stage's age; then the others. What was answered already comes last. A
-usual time below a millisecond counts as one.
+The order: requests that are stuck; those whose stage is older than usual, by how many times; those
+whose stage has no usual time yet, by the stage's age; then the others. What was answered already
+comes last. A usual time below a millisecond counts as one.
 """
 
 from __future__ import annotations
@@ -64,11 +64,12 @@ def ordered(requests: Sequence[InFlight], stage: str | None = None) -> list[InFl
     return sorted(wanted, key=_rank)
 
 
-def _rank(request: InFlight) -> tuple[bool, int, float, float, str]:
+def _rank(request: InFlight) -> tuple[bool, bool, int, float, float, str]:
     ratio = times_usual(request)
     group = 1 if ratio is None else 0 if ratio > 1 else 2
     age = -(request.age_s if request.stage is None else request.stage_age_s)
-    return (request.ended is not None, group, -(ratio or 0.0), age, request.root_span_id)
+    late = (not request.stuck, group, -(ratio or 0.0), age)
+    return (request.ended is not None, *late, request.root_span_id)
 
 
 def top_document(

@@ -499,3 +499,23 @@ def test_without_prometheus_client_only_http_is_missing(
     [line] = capsys.readouterr().err.splitlines()
     assert "pip install prometheus-client" in line
     assert run_agent(rings, out=tmp_path, until_closed=True, config=QUICK).requests == 1
+
+
+def test_request_that_is_stuck_again_later_is_shown_as_stuck(
+    tmp_path: Path, recorders: Mapping[Role, Recorder]
+) -> None:
+    policy = StuckPolicy(floor_s=0.05, default_s=0.05)
+    agent = Agent(tmp_path / "rings", out=tmp_path, config=dataclasses.replace(QUICK, stuck=policy))
+    _, decode = reserving(recorders, "twice")
+
+    def now() -> tuple[str | None, bool]:
+        agent.poll()
+        [request] = agent.look().requests
+        return request.stage, request.stuck
+
+    until(now, lambda seen: seen == ("decode.reserve", True))
+    until(lambda: (agent.poll(), agent.summary().stuck)[1], lambda stuck: stuck == 1)
+    decode.mark(Mark.PAGES_RESERVED, 4, 9)
+    until(now, lambda seen: seen == ("hop.publish", True))
+    assert agent.summary().stuck == 1, "one report for a request is enough"
+    agent.close()

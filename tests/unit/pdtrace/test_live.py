@@ -20,10 +20,11 @@ import pytest
 from pdtrace import live, otlp
 from pdtrace.errors import LiveError
 from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState, WaitNow
-from pdtrace.live import AgentLooks, RingLooks, open_source
+from pdtrace.live import AgentLooks, RingLooks
 from pdtrace.process_view import STALLED_AFTER_S
 from pdtrace.recorder import Recorder
 from pdtrace.ring import RingCapacity, RingReader, scan_rings
+from pdtrace.run_looks import open_looks
 from pdtrace.stages import CHAINS, Gauge, Mode, Role, WaitReason
 from pdtrace.testing import Wait, open_recorders, record_request
 from tests.support.pd_traces import Story
@@ -317,7 +318,7 @@ def test_newest_run_of_a_folder_and_a_folder_of_rings_are_sources(tmp_path: Path
     record_request(recorders, stop_in="prefill.queue", outcome=None)
     (tmp_path / "runs" / "latest").symlink_to("one")
     for source in (tmp_path / "runs", run, run / "rings"):
-        looks = open_source(source)
+        looks = open_looks(source)
         assert len(looks.look().requests) == 1
         looks.close()
     for recorder in recorders.values():
@@ -328,20 +329,20 @@ def test_request_that_crosses_hosts_is_one_request(tmp_path: Path) -> None:
     here = open_recorders(tmp_path / "a" / "rings", roles=ROLES[:2])
     there = open_recorders(tmp_path / "b" / "rings", roles=ROLES[2:])
     record_request({**here, **there}, stop_in="decode.generate", outcome=None)
-    looks = open_source(tmp_path / "a", tmp_path / "b")
+    looks = open_looks(tmp_path / "a", tmp_path / "b")
     [request] = looks.look().requests
     assert (request.stage, request.incomplete) == ("decode.generate", None)
     looks.close()
     for recorder in (*here.values(), *there.values()):
         recorder.close()
     with pytest.raises(LiveError, match="give one agent's address, or run directories"):
-        open_source(tmp_path, "http://127.0.0.1:1")
+        open_looks(tmp_path, "http://127.0.0.1:1")
 
 
 def test_no_directory_is_an_error_and_no_rings_a_problem(tmp_path: Path) -> None:
     with pytest.raises(LiveError, match="no such directory; give a run directory or an agent's"):
-        open_source(tmp_path / "nothing")
-    assert open_source(tmp_path).look().problems == (f"no ring in {tmp_path} yet",)
+        open_looks(tmp_path / "nothing")
+    assert open_looks(tmp_path).look().problems == (f"no ring in {tmp_path} yet",)
 
 
 # -- an agent's address --------------------------------------------------------------------------
@@ -395,7 +396,7 @@ def answering() -> Iterator[Callable[[int, bytes], str]]:
 def test_agent_is_asked(answering: Callable[[int, bytes], str]) -> None:
     url = answering(200, msgspec.json.encode(LOOK))
     for address in (url, f"{url}/", f"{url}/inflight"):
-        assert open_source(address).look() == LOOK
+        assert open_looks(address).look() == LOOK
 
 
 def test_fields_of_a_later_version_are_passed_over(
@@ -430,7 +431,7 @@ def test_refused_silent_and_odd_addresses_are_one_line() -> None:
     with pytest.raises(LiveError, match="Connection refused"):
         AgentLooks(url).look()
     with pytest.raises(LiveError, match="give http://HOST:PORT"):
-        open_source("ftp://127.0.0.1/")
+        open_looks("ftp://127.0.0.1/")
     with pytest.raises(LiveError):
         AgentLooks("http://127.0.0.1:99999").look()
     with pytest.raises(LiveError):
