@@ -138,6 +138,7 @@ class RequestTrace:
                 A value of a wrong type is left out and counted as an error
         at_ns   CLOCK_MONOTONIC nanoseconds; the clock is read when None
         """
+        self._cause = None  # what it waits for from here on is said anew: a stage may come twice
         try:
             if at_ns is None:
                 at_ns = self._now()
@@ -168,8 +169,8 @@ class RequestTrace:
     ) -> None:
         """Say why the request waits; cheap to call on every scheduling decision.
 
-        Recorded when `stage`, `reason` or `blocker` differ from the last call, and when only the
-        numbers differ at most every WAIT_REFRESH_NS. Units of the numbers: see `WaitReason`.
+        Recorded when `stage`, `reason` or `blocker` differ from the last call or a mark came since,
+        and when only the numbers differ at most every WAIT_REFRESH_NS. Units: see `WaitReason`.
 
         blocker  request id that is in the way, where known; or several, the most important first,
                  of which the first MAX_BLOCKERS are kept
@@ -202,9 +203,6 @@ class RequestTrace:
         except Exception as error:  # the guard: telemetry never reaches the request
             self._fail(error)
             return
-        self._cause = cause
-        self._numbers = numbers
-        self._wait_ns = at_ns
         self.mark(
             Mark.WAITING,
             stage,
@@ -217,6 +215,9 @@ class RequestTrace:
             blockers,
             at_ns=at_ns,
         )
+        self._cause = cause
+        self._numbers = numbers
+        self._wait_ns = at_ns
 
     def abort(
         self, outcome: Outcome, reason: str, by: str | None = None, *, at_ns: int | None = None

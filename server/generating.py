@@ -226,6 +226,7 @@ class GeneratingScheduler(Scheduler[GenLegT]):
             return
         leg.marked_pages = len(leg.table)
         leg.preemptions += 1
+        free = self.allocator.num_free  # at the decision: its own pages go to somebody else
         self.free_pages(leg)
         now_ns = self._clock()
         leg.leave(GapCause.PREEMPTION, now_ns, blocker)
@@ -233,10 +234,10 @@ class GeneratingScheduler(Scheduler[GenLegT]):
         self._observer.cause(
             leg,
             leg.stage,
-            WaitReason.KV_PAGES,
+            WaitReason.PREEMPTED,
             now_ns,
             needed=self._pages_for_next(leg),
-            free=self.allocator.num_free,
+            free=free,
             limit=self.allocator.num_pages,
             blockers=() if blocker is None else (blocker,),
         )

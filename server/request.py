@@ -29,6 +29,7 @@ from pdtrace.stages import Outcome
 from server.config import Deadlines
 from server.errors import IntegrityError
 from server.faults import FaultHolds
+from server.said import Said
 from server.wire.messages import Peer
 
 NS_PER_S = 1_000_000_000
@@ -211,6 +212,7 @@ class Leg(Generic[StateT]):
     deadline_ns   when it times out, CLOCK_MONOTONIC: the earlier of its state's deadline and the
                   request's; None once closed
     ending        how it ended, or is about to once drained; None while it is on its way
+    said          what the trace was last told of why a plan left it out
     """
 
     transitions: ClassVar[Mapping[Any, frozenset[Any]]]
@@ -227,6 +229,7 @@ class Leg(Generic[StateT]):
     entered_ns: int = field(init=False)
     deadline_ns: int | None = field(init=False)
     ending: Ending | None = None
+    said: Said | None = None
 
     def __post_init__(self) -> None:
         self.entered_ns = self.created_ns
@@ -262,6 +265,7 @@ class Leg(Generic[StateT]):
                 f"{self.handoff_id}: {self.state} to {to}, expected one of {allowed}"
             )
         previous, self.state = self.state, to
+        self.said = None
         self.entered_ns = at_ns
         self.deadline_ns = self._deadline(at_ns)
         self.observer.changed(self, previous, at_ns)

@@ -33,6 +33,7 @@ from server.recording import record_round_trip
 from server.registration import Registration
 from server.request import NS_PER_S, Ending
 from server.round_trips import RoundTrips
+from server.said import Said, is_due
 from server.tracing import TraceObserver
 from server.wire.messages import (
     Abort,
@@ -304,6 +305,10 @@ class Scheduler(ABC, Generic[LegT]):
             leg = self.legs.get(wait.handoff_id)
             if leg is None:
                 continue
+            saying = Said(leg.stage, wait.reason, now_ns)
+            if not is_due(leg.said, saying, wait.position):
+                continue
+            leg.said = saying
             blockers = wait.blockers
             if wait.reason is WaitReason.KV_PAGES:
                 blockers = self.page_holders(now_ns)
@@ -312,14 +317,18 @@ class Scheduler(ABC, Generic[LegT]):
     def page_holders(self, now_ns: int) -> tuple[str, ...]:
         """Requests that hold most of the pages: who is in the way when they run out.
 
-        Looked up again when one of them has gone, else every HOLDERS_NS: their order changes with
-        every page, and each change would be one more record for each request that waits.
+        Looked up again when one of them has gone or holds none any more, else every HOLDERS_NS:
+        their order changes with every page, and each change would be one more record for each
+        request that waits.
         """
         table = self.legs
         if (
             self._holders_ns is None
             or now_ns - self._holders_ns >= HOLDERS_NS
-            or any(table.get(leg.handoff_id) is not leg for leg in self._holders)
+            or any(
+                table.get(leg.handoff_id) is not leg or not self.pages_held(leg)
+                for leg in self._holders
+            )
         ):
             self._holders_ns = now_ns
             holders = heapq.nlargest(MAX_BLOCKERS, table, key=self.pages_held)

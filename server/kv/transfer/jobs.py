@@ -14,6 +14,7 @@ from server.errors import IntegrityError
 from server.kv.transfer.base import CopyState, Reason, check_transition
 from server.kv.transfer.policy import JobView
 from server.kv.transfer.tombstones import Tombstones
+from server.said import Said
 from server.wire.messages import CopyJob
 
 
@@ -52,6 +53,7 @@ class TransferHandoff:
     num_bytes     copied by the jobs that are over
     failure       reason and message, when its running job drains because the handoff has failed
     touched_ns    when something last happened to it
+    said          what the trace was last told of why its next job does not start
     """
 
     first: CopyJob
@@ -61,6 +63,7 @@ class TransferHandoff:
     next_index: int = 0
     num_bytes: int = 0
     failure: tuple[Reason, str] | None = None
+    said: Said | None = None
 
     @property
     def handoff_id(self) -> str:

@@ -36,6 +36,7 @@ from server.kv.transfer.shm import ShmTransfer
 from server.kv.transfer.tcp import TcpTransfer
 from server.recording import open_recorder, process_clock, record_round_trip
 from server.round_trips import RoundTrips
+from server.said import Said, is_due
 from server.wire.messages import (
     AnyMessage,
     CancelCopies,
@@ -225,6 +226,10 @@ class TransferWorker:
         for wait in plan.waits:
             handoff = self.jobs.get(wait.handoff_id)
             assert handoff is not None
+            saying = Said(_QUEUE_STAGE, wait.reason, now_ns)
+            if not is_due(handoff.said, saying, wait.position):
+                continue
+            handoff.said = saying
             if wait.reason is WaitReason.INJECTED:
                 handoff.trace.wait(_QUEUE_STAGE, wait.reason, at_ns=now_ns)
             else:
@@ -243,6 +248,7 @@ class TransferWorker:
         handoff = self.jobs.get(view.handoff_id)
         assert handoff is not None
         message = self.jobs.start(view).message
+        handoff.said = None
         handoff.touched_ns = self._now_ns()
         handoff.trace.mark(Mark.COPY_STARTED, message.index, at_ns=handoff.touched_ns)
         self._transfer.submit(

@@ -210,6 +210,17 @@ def test_a_wait_whose_numbers_alone_change_is_recorded_now_and_then():
     assert [values[3] for values in recorded] == list(range(0, 100, 10))
 
 
+def test_a_wait_is_recorded_again_after_a_mark_because_its_stage_may_come_twice():
+    rings = MemoryRings(clock=FakeClock())
+    trace = rings.recorders[Role.DECODE].begin(CONTEXT)
+    for _ in range(3):
+        trace.mark(Mark.PREEMPTED)
+        for _ in range(2):
+            trace.wait("decode.preempted", WaitReason.KV_PAGES, needed=3, free=1)
+        trace.mark(Mark.RESUMED)
+    assert len(waits(rings)) == 3
+
+
 # The guard
 
 

@@ -280,7 +280,7 @@ def batch_is_full(bench: Bench) -> Waits:
 @waits_in(
     "decode.preempted",
     "pages",
-    (Why.KV_PAGES, 3, 3, 12, None, ("r1",)),
+    (Why.PREEMPTED, 3, 0, 12, None, ("r1",)),
     (Why.KV_PAGES, 6, 1, 12, 0, ("r1", "r2", "r3")),
 )
 def pages_are_taken_away(bench: Bench) -> Waits:
@@ -573,6 +573,64 @@ def path_is_used_by_its_own_copy(_: Bench) -> Waits:
 def jobs_are_ahead(_: Bench) -> Waits:
     rings = transfers(("a", 0, False), ("b", 0, True), ("a", 1, True), ("c", 0, True))
     return values_of(rings, Role.TRANSFER, "c", "transfer.queue")
+
+
+def test_every_visit_of_a_queue_has_its_reason() -> None:
+    rings = transfers(("a", 0, False), ("a", 1, False), ("a", 2, True))
+    own = (Why.BANDWIDTH, 1, 0, 1, 0, ())
+    assert values_of(rings, Role.TRANSFER, "a", "transfer.queue") == [own, own]
+
+
+def test_nobody_waits_for_pages_of_its_own(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(settings=config(decode_pages=14, max_running=8), step_ms=1)
+    for first in range(4):
+        cluster.submit(prompt(8, first=first), max_tokens=24)
+    until(cluster, DecodeState.RUNNING)
+    for first in range(3):  # while these wait, it is known who holds most pages
+        cluster.submit(prompt(8, first=first), max_tokens=40)
+    cluster.settle()
+    records = cluster.rings.records(Role.DECODE)
+    names = {r.key: r.context.request_id for r in records if isinstance(r, OpenRecord)}
+    preempted: set[str] = set()
+    waits: set[tuple[str, str]] = set()
+    for record in records:
+        if not isinstance(record, MarkRecord):
+            continue
+        name = names[record.key]
+        if record.mark is Mark.PREEMPTED:
+            preempted.add(name)
+        elif record.mark is Mark.RESUMED:
+            preempted.remove(name)
+        elif record.mark is Mark.WAITING and record.values[1] == Why.KV_PAGES:
+            blockers = _wait(record.values)[-1]
+            assert name not in blockers
+            assert preempted.isdisjoint(blockers), "it holds no pages"
+            waits.add((name, str(record.values[0])))
+    assert {stage for _, stage in waits} == {"decode.reserve", "decode.preempted"}
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_long_queue_does_not_put_each_of_its_waits_into_the_trace_at_every_step(
+    make_cluster: MakeCluster, *, colocated: bool
+) -> None:
+    waiting, steps = 120, 40
+    cluster = make_cluster(
+        settings=config(prefill_pages=512, decode_pages=512, max_running=256),
+        colocated=colocated,
+        step_ms=5,
+    )
+    for first in range(waiting + steps):
+        cluster.submit(prompt(12, first=first), max_tokens=1)  # each takes one step and a half
+    for _ in range(steps):
+        cluster.step()
+    role = Role.WORKER if colocated else Role.PREFILL
+    records = [r for r in cluster.marks(role) if r.mark is Mark.WAITING]
+    budget = [r for r in records if r.values[1] == Why.TOKEN_BUDGET]
+    keys = {record.key for record in budget}
+    assert len(keys) >= waiting  # each says it once
+    assert {r.values[5] for r in budget} >= set(range(8)), "the head of the queue says it exactly"
+    each_time = sum(1 for _ in budget) / len(keys)
+    assert each_time < steps / 5
 
 
 # -------------------------------------------------------------------------------------------------
