@@ -59,11 +59,12 @@ _ROOT_KEYS: Mapping[Mark, tuple[str | None, ...]] = {
     mark: tuple(
         attr.key if attr.on_root and attr not in _OUTCOME_ATTRS else None for attr in spec.attrs
     )
-    if any(attr.on_root for attr in spec.attrs)
-    else ()
     for mark, spec in MARKS.items()
+    if mark is not Mark.ABORTED and any(attr.on_root for attr in spec.attrs)
 }
-"""Keys by place; None for what is not copied to the root."""
+"""Keys by place, for the marks that tell of the whole request; None for what is not copied."""
+_STAGE, _STAGE_KIND = a.STAGE.key, a.STAGE_KIND.key
+_begin_ns = attrgetter("begin_ns")
 _STEPS_OF = {"prefill.compute": StepKind.PREFILL, "decode.generate": StepKind.DECODE}
 _TELLING_MARKS = frozenset(mark for mark in Mark if SPAN_KEYS[mark]) - REPEATABLE_MARKS
 """Marks of one instant in an attempt that say something of a stage."""
@@ -95,6 +96,9 @@ class _Assembly:
         self.identities = {
             attempt.number: self._identity(attempt) for attempt in evidence.attempts.values()
         }
+        # Made with room for what most spans get, and copied with it.
+        unset = {_STAGE: "", _STAGE_KIND: "", a.BEGIN_NS.key: 0, a.END_NS.key: 0}
+        self.templates = {number: known | unset for number, known in self.identities.items()}
         root = request.root_span_id
         self.id_bases = {
             attempt.number: span_id_base(root, attempt.ids.span_id)
@@ -124,7 +128,7 @@ class _Assembly:
             self._attach_steps(attempt)
         self._attach_stuck()
         stages = [draft for drafts in self.drafts.values() for draft in drafts]
-        stages.sort(key=attrgetter("begin_ns"))
+        stages.sort(key=_begin_ns)
         gateway = self.evidence.gateway
         if gateway is None:
             return [draft.span(self.request) for draft in stages]
@@ -195,13 +199,13 @@ class _Assembly:
             in_chain = plan.in_chain and (streams or plan.end is not Mark.FIRST_TOKEN_SENT)
             for draft in drafts:
                 if in_chain:
-                    chain_ends.add(draft.shown_end_ns())
+                    chain_ends.add(draft.ends_shown_at())
                 else:
                     beside.append((number, draft))
         for number, draft in beside:
             draft.gap_ns = SIDE_GAP_NS
             draft.shown_until_ns = self.evidence.attempts[number].end.t_ns
-            while draft.shown_end_ns() in chain_ends:
+            while draft.ends_shown_at() in chain_ends:
                 draft.gap_ns += CHAIN_GAP_NS
 
     def _owner(self, stage: Stage, end: End) -> Leg:
@@ -226,8 +230,8 @@ class _Assembly:
         if len(plan.begin) > 1:
             begins.sort(key=attrgetter("t_ns"))
         if begins:
-            finishes = repeated.get(plan.end, ())
-            for index, (begin, finish) in enumerate(paired(begins, finishes)):
+            pairs = paired(begins, repeated.get(plan.end, ()))
+            for index, (begin, finish) in enumerate(pairs):
                 self._draft_pair(plan, attempt, begin, finish, closes=True, index=index)
 
     def _draft_pair(
@@ -284,6 +288,9 @@ class _Assembly:
     ) -> Draft:
         number, name = attempt.number, plan.name
         begin_ns = begin if isinstance(begin, int) else begin.t_ns
+        attributes = self.templates[number].copy()
+        attributes[_STAGE] = name
+        attributes[_STAGE_KIND] = plan.kind_of_time
         draft = Draft(
             name,
             derived_span_id(
@@ -295,7 +302,7 @@ class _Assembly:
             end_ns if end_ns > begin_ns else begin_ns,
             plan.gap_ns,
             self.wall_offset_ns,
-            self.identities[number] | plan.attributes,
+            attributes,
             plan.kind,
         )
         if end_ns < begin_ns:
@@ -393,10 +400,12 @@ class _Assembly:
     def _describe_wait(self, draft: Draft, stamps: Sequence[Stamp]) -> None:
         """Events for the changes; attributes for the reason that was in force longest."""
         longest = stamps[0] if len(stamps) == 1 else _longest_wait(draft, stamps)
-        draft.attributes.update(mark_attributes(longest, leave_out=a.WAIT_STAGE))
         shown = stamps[:MAX_WAIT_EVENTS]
-        for stamp in shown:
-            draft.add_event("pd.wait", stamp.t_ns, mark_attributes(stamp))
+        carried = [mark_attributes(stamp) for stamp in shown]
+        for stamp, attributes in zip(shown, carried, strict=True):
+            draft.add_event("pd.wait", stamp.t_ns, attributes)
+        draft.attributes.update(carried[0] if longest is shown[0] else mark_attributes(longest))
+        draft.attributes.pop(a.WAIT_STAGE.key, None)
         if len(stamps) > len(shown):
             draft.attributes[a.WAIT_CHANGES.key] = len(stamps)
         draft.links += tuple(self._blocker_links(stamps))
@@ -504,10 +513,8 @@ class _Assembly:
             a.PROVIDER.key: "pdtrace",
         }
         for stamp in evidence.stamps:
-            if stamp.mark is Mark.ABORTED:
-                continue
-            keys = _ROOT_KEYS[stamp.mark]
-            if keys:
+            keys = _ROOT_KEYS.get(stamp.mark)
+            if keys is not None:
                 for key, value in zip(keys, stamp.values, strict=False):
                     if key is not None:
                         set_attribute(attributes, key, value)

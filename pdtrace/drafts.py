@@ -31,6 +31,7 @@ class Draft(msgspec.Struct, eq=False, gc=False):
     alignment       from the process's own clock to the common one
     shown_until_ns  where the exported span ends at the latest; its exact end is recorded all the
                     same
+    shown_end_ns    where the exported span ends, once that is known (`ends_shown_at`)
     events, links   empty until there is one: most spans have none
     """
 
@@ -46,6 +47,7 @@ class Draft(msgspec.Struct, eq=False, gc=False):
     kind: SpanKind = SpanKind.INTERNAL
     alignment: Alignment = SAME_CLOCK
     shown_until_ns: int | None = None
+    shown_end_ns: int | None = None
     events: tuple[Event, ...] = ()
     links: tuple[Link, ...] = ()
     status: StatusCode = StatusCode.UNSET
@@ -66,14 +68,16 @@ class Draft(msgspec.Struct, eq=False, gc=False):
             self.status_message = end.reason or end.outcome
             self.attributes[a.ERROR_TYPE.key] = end.reason or end.outcome
 
-    def shown_end_ns(self) -> int:
+    def ends_shown_at(self) -> int:
         """Where the exported span ends unless that is before its start: Unix time, whole
         microseconds, `gap_ns` before its mark."""
         until_ns = self.end_ns
         if self.shown_until_ns is not None and self.shown_until_ns < until_ns:
             until_ns = self.shown_until_ns
         wall_ns = until_ns + self.wall_offset_ns
-        return (wall_ns - wall_ns % 1_000 if wall_ns > 0 else 0) - self.gap_ns
+        shown_ns = (wall_ns - wall_ns % 1_000 if wall_ns > 0 else 0) - self.gap_ns
+        self.shown_end_ns = shown_ns
+        return shown_ns
 
     def add_event(self, name: str, t_ns: int, attributes: dict[str, AttrValue]) -> None:
         """Something that happened at `t_ns` of the common clock."""
@@ -84,7 +88,9 @@ class Draft(msgspec.Struct, eq=False, gc=False):
         """The finished span: in wall time, aligned to microseconds."""
         start_ns = self.begin_ns + self.wall_offset_ns
         start_ns = start_ns - start_ns % 1_000 if start_ns > 0 else 0
-        end_ns = self.shown_end_ns()
+        end_ns = self.shown_end_ns
+        if end_ns is None:
+            end_ns = self.ends_shown_at()
         attributes = self.attributes
         attributes[_BEGIN_KEY] = self.begin_ns
         attributes[_END_KEY] = self.end_ns
@@ -124,6 +130,8 @@ SPAN_KEYS: dict[Mark, tuple[str | None, ...]] = {
     for mark, spec in MARKS.items()
 }
 """Keys by place; None for what does not belong on a stage's span."""
+_PLAIN = frozenset(mark for mark, keys in SPAN_KEYS.items() if _STRING_LISTS.isdisjoint(keys))
+"""Marks none of whose values is a list in the shape of a text."""
 
 
 def set_attribute(attributes: dict[str, AttrValue], key: str, value: Value) -> None:
@@ -144,20 +152,22 @@ def put_attributes(draft: Draft, stamp: Stamp, *, overwrite: bool = True) -> Non
     if not keys:
         return
     attributes = draft.attributes
+    plain = stamp.mark in _PLAIN
     for key, value in zip(keys, stamp.values, strict=False):
         if value is not None and key is not None and (overwrite or key not in attributes):
-            if key in _STRING_LISTS:
-                set_attribute(attributes, key, value)
-            else:
+            if plain:
                 attributes[key] = value
+            else:
+                set_attribute(attributes, key, value)
 
 
-def mark_attributes(stamp: Stamp, *, leave_out: a.Attr | None = None) -> dict[str, AttrValue]:
+def mark_attributes(stamp: Stamp) -> dict[str, AttrValue]:
     """All that a mark carries, by attribute key."""
     attributes: dict[str, AttrValue] = {}
     for key, value in zip(_KEYS[stamp.mark], stamp.values, strict=False):
         if value is not None:
-            set_attribute(attributes, key, value)
-    if leave_out is not None:
-        attributes.pop(leave_out.key, None)
+            if key in _STRING_LISTS:
+                set_attribute(attributes, key, value)
+            else:
+                attributes[key] = value
     return attributes

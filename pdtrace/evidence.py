@@ -244,17 +244,19 @@ class Evidence:
         return doubt_ns
 
     def _add_stamps(self, leg: Leg) -> None:
-        add = self.stamps.append
         if self.is_foreign(leg):
             for record in leg.marks:
                 alignment = self.alignment(leg, record.t_ns)
                 t_ns = record.t_ns + alignment.offset_ns
                 here = id(leg), t_ns
                 self._aligned[here] = _worse(alignment, self._aligned.get(here))
-                add(Stamp(record.mark, t_ns, record.values, leg, record.attempt or 1))
+                stamp = Stamp(record.mark, t_ns, record.values, leg, record.attempt or 1)
+                self.stamps.append(stamp)
         else:
-            for record in leg.marks:
-                add(Stamp(record.mark, record.t_ns, record.values, leg, record.attempt or 1))
+            self.stamps += [
+                Stamp(record.mark, record.t_ns, record.values, leg, record.attempt or 1)
+                for record in leg.marks
+            ]
 
     def _group(self) -> dict[int, Attempt]:
         attempts: dict[int, Attempt] = {}
@@ -265,15 +267,15 @@ class Evidence:
                 unknown = End(t_ns=stamp.t_ns, outcome="", reason=None, by=None, leg=stamp.leg)
                 attempt = attempts[number] = Attempt(number, self._ids(number), unknown)
             attempt.stamps.append(stamp)
-            if mark in attempt.first:
+            first = attempt.first
+            if mark not in first:
+                first[mark] = stamp
                 if mark in REPEATABLE_MARKS:
-                    attempt.repeated[mark].append(stamp)
-                else:
-                    attempt.duplicates.append(mark.name.lower())
-                continue
-            attempt.first[mark] = stamp
-            if mark in REPEATABLE_MARKS:
-                attempt.repeated[mark] = [stamp]
+                    attempt.repeated[mark] = [stamp]
+            elif mark in REPEATABLE_MARKS:
+                attempt.repeated[mark].append(stamp)
+            else:
+                attempt.duplicates.append(mark.name.lower())
         return attempts if len(attempts) == 1 else dict(sorted(attempts.items()))
 
     def _first_of_all(self) -> Mapping[Mark, Stamp]:

@@ -16,13 +16,22 @@ _CHUNK_ATTRS = {
 
 def paired(
     begins: Sequence[Stamp], finishes: Sequence[Stamp]
-) -> Iterable[tuple[Stamp, Stamp | None]]:
+) -> Sequence[tuple[Stamp, Stamp | None]]:
     """Each begin with its finish: by chunk index where both have one, else in order of time."""
+    indices = [_chunk_index(begin) for begin in begins]
+    ended = [_chunk_index(finish) for finish in finishes]
+    if indices == ended and None not in indices and len(set(indices)) == len(indices):
+        return list(zip(begins, finishes, strict=True))  # nearly always
+    return list(_searched(zip(begins, indices, strict=True), zip(finishes, ended, strict=True)))
+
+
+def _searched(
+    begins: Iterable[tuple[Stamp, int | None]], finishes: Iterable[tuple[Stamp, int | None]]
+) -> Iterable[tuple[Stamp, Stamp | None]]:
     waiting: dict[int | None, list[Stamp]] = {}
-    for finish in finishes:
-        waiting.setdefault(_chunk_index(finish), []).append(finish)
-    for begin in begins:
-        index = _chunk_index(begin)
+    for finish, index in finishes:
+        waiting.setdefault(index, []).append(finish)
+    for begin, index in begins:
         queue = waiting.get(index) if index is not None else None
         if queue:
             yield begin, queue.pop(0)

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pdtrace import semconv as a
 from pdtrace.drafts import CHAIN_GAP_NS, SIDE_GAP_NS
 from pdtrace.evidence import BEGIN_MARKS, span_id_salt
-from pdtrace.spans import AttrValue, SpanKind
+from pdtrace.spans import SpanKind
 from pdtrace.stages import ATTEMPT_SPAN, CHAINS, ROOT_SPAN, STAGES, Mark, Mode, Stage
 
 
@@ -44,6 +43,7 @@ class StagePlan:
     is_ingress  before any attempt: its marks are the request's first ones
     is_last     it ends with the request
     lands       whether its first begin mark's attributes stand on it
+    kind_of_time  work, wait, …: what stands in `pd.stage.kind`
     """
 
     stage: Stage
@@ -58,8 +58,8 @@ class StagePlan:
     nested_in: str | None
     gap_ns: int
     kind: SpanKind
+    kind_of_time: str
     salt: int
-    attributes: dict[str, AttrValue]
 
 
 @lru_cache(maxsize=10_000)
@@ -85,8 +85,8 @@ def _plan(stage: Stage, mode: Mode) -> StagePlan:
         nested_in=None if stage.parent in (ROOT_SPAN, ATTEMPT_SPAN) else stage.parent,
         gap_ns=CHAIN_GAP_NS if in_chain else SIDE_GAP_NS,
         kind=SpanKind.SERVER if stage.server else SpanKind.INTERNAL,
+        kind_of_time=stage.kind.value,
         salt=span_id_salt(stage.name),
-        attributes={a.STAGE.key: stage.name, a.STAGE_KIND.key: stage.kind.value},
     )
 
 
