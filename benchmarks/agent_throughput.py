@@ -51,7 +51,7 @@ from pdtrace.agent import Agent, collect_garbage_rarely
 from pdtrace.assembly import assemble
 from pdtrace.collected import CollectedRequest
 from pdtrace.export import ExportPlan
-from pdtrace.export_queue import Answer, QueueLimits, Sent, Target
+from pdtrace.export_queue import MAX_BATCH_SPANS, Answer, QueueLimits, Sent, Target
 from pdtrace.export_targets import otlp_http_target, sdk_target
 from pdtrace.judging import RollingJudge
 from pdtrace.otlp import encode_line
@@ -69,7 +69,8 @@ ROLES = (Role.GATEWAY, Role.PREFILL, Role.TRANSFER, Role.DECODE)
 RINGS = RingCapacity(blocks=512, block_bytes=64 * 1024)
 SLICE = 100
 """Requests between two looks of the agent: about 50 ms of 50,000 spans a second."""
-BATCH = 512
+SDK_BATCH = 512
+"""The SDK's own default; the agent sends batches of its default."""
 MEMBERS = 8
 OUTPUT_TOKENS = 32
 _NUMBERS = itertools.count(1)  # no request id comes twice: encoders remember what does
@@ -226,7 +227,7 @@ def agent_case(make_target: Callable[[str], Target], *, files: bool) -> Case:
         with tempfile.TemporaryDirectory() as directory:
             rings, out = Path(directory) / "rings", Path(directory) / "out"
             traffic = Traffic(rings)
-            limits = QueueLimits(max_batch=BATCH, delay_s=0.01)
+            limits = QueueLimits(delay_s=0.01)
             target = Counted(make_target(endpoint))
             plan = ExportPlan(targets=[target], limits=limits)
             agent = Agent(rings, out=out if files else None, export=plan, judge=RollingJudge())
@@ -266,7 +267,10 @@ def sdk_case(endpoint: str, requests: int) -> Used:
     provider = TracerProvider(resource=SdkResource.create({"service.name": "bench"}))
     provider.add_span_processor(
         BatchSpanProcessor(
-            exporter, max_queue_size=10**6, max_export_batch_size=BATCH, schedule_delay_millis=10
+            exporter,
+            max_queue_size=10**6,
+            max_export_batch_size=SDK_BATCH,
+            schedule_delay_millis=10,
         )
     )
     tracer = provider.get_tracer("bench")
@@ -353,7 +357,7 @@ def stage_times(count: int) -> Mapping[str, float]:
     judge = RollingJudge()
     timed("judge", lambda: [judge(spans) for spans in built])
     spans = [span for request in built for span in request]
-    batches = [spans[at : at + BATCH] for at in range(0, len(spans), BATCH)]
+    batches = [spans[at : at + MAX_BATCH_SPANS] for at in range(0, len(spans), MAX_BATCH_SPANS)]
     timed("protobuf", lambda: [serialize_request(batch) for batch in batches])
     timed("JSON (files only)", lambda: [encode_line(request) for request in built])
     return {name: seconds / len(spans) * 1e6 for name, seconds in times.items()}

@@ -19,7 +19,7 @@ compression, certificates, OTEL_EXPORTER_OTLP_INSECURE):
                                    the flight recorder, and leave the host with nobody.
                                    always_on exports whatever the caller said
     OTEL_BSP_MAX_QUEUE_SIZE        spans queued for each exporter (65536)
-    OTEL_BSP_MAX_EXPORT_BATCH_SIZE spans sent at once (512)
+    OTEL_BSP_MAX_EXPORT_BATCH_SIZE spans sent at once (2048); fewer if they have many events
     OTEL_BSP_SCHEDULE_DELAY        milliseconds before an incomplete batch is sent (1000)
     OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT, OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT, OTEL_SPAN_EVENT_COUNT_LIMIT,
     OTEL_SPAN_LINK_COUNT_LIMIT, …  on export (`pdtrace.span_limits`); unset: no limit

@@ -21,6 +21,7 @@ import pytest
 
 from pdtrace import semconv as a
 from pdtrace.check import check_recording
+from pdtrace.export_queue import MAX_BATCH_SPANS
 from pdtrace.otlp import decode_line
 from pdtrace.propagation import RequestContext, extract
 from pdtrace.recorder import Recorder
@@ -217,7 +218,9 @@ def test_agent_that_is_killed_loses_no_span(tmp_path: Path) -> None:
     assert set(arrived) == {span.span_id for span in spans}, "nothing lost, nothing made up"
     assert totals["export"]["spans waiting"] == totals["export"]["spans dropped"] == 0
     repeated = sum(count - 1 for count in arrived.values())
-    assert repeated <= kills * 512, "at most the batch whose answer was not noted, each time"
+    assert repeated <= kills * MAX_BATCH_SPANS, (
+        "at most the batch whose answer was not noted, each time"
+    )
 
 
 # -- EXP-02: serving does not notice ---------------------------------------------------------

@@ -35,6 +35,7 @@ from pdtrace.export_targets import (
     otlp_grpc_target,
     otlp_http_target,
 )
+from pdtrace.spans import Event
 from tests.support.copies import replace
 from tests.support.marked_requests import pd_moments, request_of
 from tests.support.otlp_receivers import (
@@ -284,6 +285,21 @@ def test_batch_that_a_collector_finds_too_large_is_sent_in_parts() -> None:
         queue.close(30)
     assert received.span_ids() == [f"{number + 1:016x}" for number in range(300)]
     assert queue.totals()["spans dropped"] == 0
+
+
+def test_batch_of_spans_with_many_events_stays_below_what_receivers_take() -> None:
+    event = Event(name="pd.wait", time_ns=1_500, attributes={"pd.wait.reason": "x" * 250})
+    requests = [[replace(spans[0], events=(event,) * 100)] for spans in numbered(200)]
+    with grpc_receiver() as received:
+        limits = QueueLimits(delay_s=0.05)
+        queue = ExportQueue([otlp_grpc_target(received.endpoint)], limits=limits)
+        for spans in requests:
+            queue.submit(spans)
+        queue.close(30)
+    sizes = [request.ByteSize() for request in received.requests]
+    assert sum(sizes) > 4 * 2**20 > 2 * max(sizes), "all at once would be refused"
+    assert len(sizes) < 10
+    assert queue.totals()["spans exported"] == 200
 
 
 def test_request_that_is_too_large_alone_is_dropped_and_the_others_go_on(
