@@ -106,7 +106,7 @@ class OpenLeg(msgspec.Struct, eq=False, gc=False):
 
     root          root span id of the request: a reference to the record itself would be a cycle
     is_held       the process has not let go of it
-    missed_before what the ring had lost before
+    missed_before what the ring had lost before, and `missed_until` when the process let go of it
     wait          its latest WAITING mark, and since when the stage has waited for this reason
     """
 
@@ -116,6 +116,7 @@ class OpenLeg(msgspec.Struct, eq=False, gc=False):
     source: Source
     marks: list[MarkRecord]
     missed_before: int
+    missed_until: int | None = None
     is_held: bool = True
     overgrown: int = 0
     lost_at_ns: int | None = None
@@ -127,6 +128,12 @@ class OpenLeg(msgspec.Struct, eq=False, gc=False):
     @property
     def role(self) -> Role:
         return self.source.process.role
+
+    @property
+    def num_missed(self) -> int:
+        """Records of the ring that are missing, and may be this attempt's."""
+        until = self.source.num_missed if self.missed_until is None else self.missed_until
+        return until - self.missed_before
 
     def take_step(self, record: StepRecord) -> None:
         """The attempt took part in a forward pass."""
@@ -310,12 +317,12 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
     def _token_awaited(self) -> bool:
         """Whether the gateway will say, or has said for certain, when the first token was sent."""
         return self.streams and any(
-            leg.role is Role.GATEWAY and leg.source.num_missed == leg.missed_before
-            for leg in self.legs
+            leg.role is Role.GATEWAY and not leg.num_missed for leg in self.legs
         )
 
-    def _ends_it(self, stage: Stage) -> str | None:
-        """The instance that has to end a stage: the one that works on it, else the chosen one."""
+    def _ends_it(self, stage: Stage, only: Mapping[Role, str]) -> str | None:
+        """The instance that has to end a stage: the one that works on it, else the chosen one, else
+        the only one that could."""
         attempt, found = self.progress.attempt, None
         for leg in self.legs:
             if leg.role in stage.roles and (found is None or leg.attempt == attempt):
@@ -348,7 +355,7 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
             instance = leg.source.process.instance
             if leg.lost_at_ns is not None:
                 why.append(f"{instance}: {leg.lost_reason}")
-            if count := leg.source.num_missed - leg.missed_before + leg.overgrown:
+            if count := leg.num_missed + leg.overgrown:
                 missed[instance] = max(count, missed.get(instance, 0))
         why += [f"{instance} lost {count} records" for instance, count in missed.items()]
         if not self.has_gateway:
@@ -375,17 +382,20 @@ def _ids_of(context: RequestContext) -> AttemptIds:
 def _merged(legs: Iterable[OpenLeg]) -> list[Leg]:
     """One leg for each ring, whatever number of attempts it took up."""
     merged: dict[str, Leg] = {}
+    missed: dict[str, int] = {}
+    overgrown: dict[str, int] = {}
     for leg in legs:
         source = leg.source
         whole = merged.get(source.ring)
         if whole is None:
             whole = merged[source.ring] = Leg(
                 process=source.process,
-                records_missed=source.num_missed - leg.missed_before,
                 clock=source.clock,
             )
         whole.marks += leg.marks
-        whole.records_missed += leg.overgrown
+        missed[source.ring] = max(leg.num_missed, missed.get(source.ring, 0))
+        overgrown[source.ring] = overgrown.get(source.ring, 0) + leg.overgrown
+        whole.records_missed = missed[source.ring] + overgrown[source.ring]
         if leg.lost_at_ns is not None:
             whole.lost_at_ns, whole.lost_reason = leg.lost_at_ns, leg.lost_reason
         if leg.steps:

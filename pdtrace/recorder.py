@@ -238,9 +238,9 @@ class RequestTrace:
         self._append = append
         self.ring = None
 
-    def write_open(self) -> int:
+    def write_open(self, *, repeated: bool = False) -> int:
         """Append this attempt's OPEN record; returns how many strings were cut. For `Recorder`."""
-        body, truncated = encode_open(self.context, self.key, self.opened_ns)
+        body, truncated = encode_open(self.context, self.key, self.opened_ns, repeated=repeated)
         self._append(body)
         return truncated
 
@@ -573,7 +573,7 @@ class Recorder:
             if trace.open_block > limit or ring.block_room < room:
                 return
             del self._live[trace.key]
-            trace.write_open()
+            trace.write_open(repeated=True)
             trace.open_block = ring.block
             self._live[trace.key] = trace
 

@@ -27,7 +27,7 @@ from pdtrace.losses import LossBook, Losses, WriterEnd
 from pdtrace.process_view import process_now, processes_gone
 from pdtrace.resource import process_of
 from pdtrace.ring import RingPosition, RingReader, WriterState, scan_rings
-from pdtrace.ring.records import OpenRecord, Record, StepRecord
+from pdtrace.ring.records import LossRecord, OpenRecord, Record, StepRecord
 from pdtrace.sink import SinkPosition
 from pdtrace.stages import Role
 from pdtrace.steps import ChosenStep, Member
@@ -442,12 +442,12 @@ class RingTails:
         for _ in range(max_reads):
             position = tail.reader.position()
             try:
-                records = tail.reader.read(limit=_READ_RECORDS, final=final)
+                records = tail.reader.read(limit=_READ_RECORDS, final=final, losses=True)
             except (OSError, RingError) as error:
                 self._damaged(name, error)
                 return True
             with self.lock:
-                self._count_losses(name, tail, position.number)
+                notes = self._count_losses(name, tail, position.number, records)
                 tail.at_end = len(records) < _READ_RECORDS
                 if not records:
                     tail.caught_up = True
@@ -455,7 +455,7 @@ class RingTails:
                 if self._choose is not None and tail.has_steps:
                     self._choose_steps(name, tail, records, self._choose)
                 appeared = self._tracker.feed(name, records, now_ns)
-            self.counts.records += len(records)
+            self.counts.records += len(records) - notes
             # A request that begins behind the same position may be finished already, by a former
             # agent: its line has to be found again together with its records.
             since = (position, sink_position if tail.caught_up else self._floor)
@@ -498,16 +498,15 @@ class RingTails:
             members.append(Member(context.request_id, context.trace_id, span_id, context.sampled))
         return members
 
-    def _count_losses(self, name: str, tail: _Tail, before: int) -> None:
-        """Counts what the last read, which began at record `before`, has found to be lost."""
+    def _count_losses(self, name: str, tail: _Tail, before: int, records: list[Record]) -> int:
+        """Counts what the last read, which began at record `before`, has found to be lost; returns
+        how many of its `records` say so."""
         reader = tail.reader
         missed, torn = reader.missed - tail.missed, reader.torn - tail.torn
         unknown = reader.unknown - tail.unknown
         if not missed and not torn and not unknown:
-            return
+            return 0
         tail.missed, tail.torn, tail.unknown = reader.missed, reader.torn, reader.unknown
-        if missed or torn:
-            self._tracker.records_missed(name, missed + torn)
         # What lies before `counted` was read, and counted, by a former agent.
         if before < tail.counted:
             missed = max(0, before + missed - tail.counted)
@@ -520,6 +519,7 @@ class RingTails:
                 f"{reader.identity.instance} records faster than the agent reads: records "
                 "were overwritten, and are counted. Give its recorder a larger ring"
             )
+        return sum(1 for record in records if isinstance(record, LossRecord))
 
     def _damaged(self, name: str, error: Exception) -> None:
         self.counts.unreadable += 1

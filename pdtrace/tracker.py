@@ -40,6 +40,7 @@ from pdtrace.progress import Progress
 from pdtrace.propagation import RequestContext
 from pdtrace.ring.records import (
     EndRecord,
+    LossRecord,
     MarkRecord,
     OpenRecord,
     Record,
@@ -56,10 +57,19 @@ MAX_REMEMBERED = 200_000
 waits to the requests that were in the way."""
 MAX_MARKS = 20_000
 """Marks kept of one request; what is more counts as missed."""
+ROOM_FOR_STAGES = 1_000
+"""Marks beyond MAX_MARKS for those that say where the request is."""
 MAX_SHARED_VALUES = 10_000
 MAX_UNNAMED = 10_000
 """Marks kept of one ring whose OPEN record has not been read."""
 
+_NUMEROUS_MARKS = frozenset(
+    {
+        *(Mark.WAITING, Mark.TOKEN_GAP, Mark.CHUNK_STARTED, Mark.CHUNK_FINISHED),
+        *(Mark.COPY_QUEUED, Mark.COPY_STARTED, Mark.COPY_FINISHED),
+    }
+)
+"""Marks that one request may have in any number."""
 _RECURRING_MARKS = frozenset({Mark.RECEIVED, Mark.TOKENIZED, Mark.ROUTED})
 """Marks of nearly every request whose values are texts of a small choice."""
 
@@ -132,6 +142,19 @@ class _Ring:
     unnamed: dict[int, list[MarkRecord]] = field(default_factory=dict[int, list[MarkRecord]])
     num_unnamed: int = 0
     last_ns: int = 0
+    gap_ns: int = 0
+    before_gap: int = 0
+
+    def miss(self, count: int) -> None:
+        """Records are missing behind the last one."""
+        if self.last_ns > self.gap_ns:
+            self.gap_ns, self.before_gap = self.last_ns, self.source.num_missed
+        self.source.num_missed += count
+
+    def missed_before(self, t_ns: int) -> int:
+        """How many were missing already when a request began whose begin is missing too: those
+        before the last gap, if it began in that."""
+        return self.before_gap if t_ns >= self.gap_ns else 0
 
 
 class RequestTracker:
@@ -197,13 +220,15 @@ class RequestTracker:
                     appeared.append(record.context.root_span_id)
             elif isinstance(record, EndRecord):
                 self._release(source, record.key, now_ns)
+            elif isinstance(record, LossRecord):
+                source.miss(record.count)
             else:
                 source.source.sample(record)
         return appeared
 
     def records_missed(self, ring: str, count: int) -> None:
         """`count` records of a ring were overwritten or torn before they could be read."""
-        self._rings[ring].source.num_missed += count
+        self._rings[ring].miss(count)
 
     def ring_gone(self, ring: str, gone_ns: int | None, reason: str) -> None:
         """The process of a ring, which has been read to its end, records no more.
@@ -354,7 +379,9 @@ class RequestTracker:
             request.progress.begin_attempt(attempt, t_ns)
         request.begun_ns = min(request.begun_ns, t_ns)
         request.touched_ns = now_ns
-        ring.keys[key] = request.add_leg(key, ring.source, context)
+        leg = ring.keys[key] = request.add_leg(key, ring.source, context)
+        if record.repeated:  # its begin is among what is missing
+            leg.missed_before = min(leg.missed_before, ring.missed_before(record.t_ns))
         self._changed[root] = None
         for mark in ring.unnamed.pop(key, ()):
             ring.num_unnamed -= 1
@@ -378,7 +405,11 @@ class RequestTracker:
             if mark is Mark.COMPLETED:
                 request.ended_ns = now_ns
                 self._changed[leg.root] = None
-        if request.num_marks >= MAX_MARKS and mark is not Mark.COMPLETED:
+        if (
+            request.num_marks >= MAX_MARKS
+            and mark is not Mark.COMPLETED
+            and (mark in _NUMEROUS_MARKS or request.num_marks >= MAX_MARKS + ROOM_FOR_STAGES)
+        ):
             self.counts.overgrown += 1
             leg.overgrown += 1
             return
@@ -415,6 +446,7 @@ class RequestTracker:
             return
         request = self._open[leg.root]
         leg.is_held = False
+        leg.missed_until = ring.source.num_missed
         request.num_held -= 1
         request.touched_ns = now_ns
         if (

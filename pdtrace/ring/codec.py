@@ -73,7 +73,9 @@ _context_encoder = msgspec.msgpack.Encoder()
 _context_decoder = msgspec.msgpack.Decoder(RequestContext)
 
 
-def encode_open(context: RequestContext, key: int, t_ns: int) -> tuple[bytes, int]:
+def encode_open(
+    context: RequestContext, key: int, t_ns: int, *, repeated: bool = False
+) -> tuple[bytes, int]:
     """Body of an OPEN record, and how many of its strings were cut."""
     truncated = 0
     # One character takes at most 4 bytes, so most ids skip the encoding.
@@ -98,7 +100,7 @@ def encode_open(context: RequestContext, key: int, t_ns: int) -> tuple[bytes, in
             handoff_id=context.handoff_id.encode(errors="replace").decode(),
         )
         encoded = _context_encoder.encode(context)
-    return pack_head(KIND_OPEN, 0, 0, key, t_ns) + encoded, truncated
+    return pack_head(KIND_OPEN, int(repeated), 0, key, t_ns) + encoded, truncated
 
 
 _STEP_KINDS = tuple(StepKind)
@@ -371,9 +373,9 @@ def build_decoders(schema: Schema) -> Sequence[Decode | None]:
 
 
 def _decode_open(body: bytes) -> OpenRecord:
-    _, _, _, key, t_ns = BODY_HEAD.unpack_from(body)
+    _, repeated, _, key, t_ns = BODY_HEAD.unpack_from(body)
     context = _context_decoder.decode(memoryview(body)[BODY_HEAD.size :])
-    return OpenRecord(key=key, t_ns=t_ns, context=context)
+    return OpenRecord(key=key, t_ns=t_ns, context=context, repeated=bool(repeated))
 
 
 def _decode_end(body: bytes) -> EndRecord:

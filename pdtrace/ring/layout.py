@@ -9,6 +9,7 @@
     block         u64 sequence, u64 number of its first record, u64 their checksum, records
     record        u32 size | number << 16, u32 checksum, body; padded to 8 bytes
     body          u8 kind, u8 0, u16 presence, u32 attempt, u64 key, i64 t_ns, values
+    body, open    as that, presence 1 if it is repeated; the context in MessagePack
     body, step    u8 kind, u8 step kind, u16 members kept, u32 members, u64 number,
                   i64 begin_ns, i64 end_ns, u64 tokens, a u64 key for each member kept
     body, clock   u8 kind, u8 bytes of peer, u16 bytes of its clock id, u32 0, u64 error_ns,

@@ -39,7 +39,7 @@ from pdtrace.ring.layout import (
     RingIdentity,
     block_checksum,
 )
-from pdtrace.ring.records import Record
+from pdtrace.ring.records import LossRecord, Record
 from pdtrace.stages import Gauge
 
 _COUNTERS = struct.Struct(f"<{COUNTER_SLOTS}Q")
@@ -115,6 +115,7 @@ class RingReader:
         self.missed = 0
         self.torn = 0
         self.unknown = 0
+        self._noting = False
         self._block = 0
         self._offset = BLOCK_HEADER.size
         self._number = 0
@@ -175,17 +176,21 @@ class RingReader:
 
     # Records
 
-    def read(self, *, limit: int = _DEFAULT_LIMIT, final: bool = False) -> list[Record]:
+    def read(
+        self, *, limit: int = _DEFAULT_LIMIT, final: bool = False, losses: bool = False
+    ) -> list[Record]:
         """Records written since the last call, oldest first; stops after the block passing `limit`.
 
-        final  the writer is gone: look behind what it left half written or damaged
+        final   the writer is gone: look behind what it left half written or damaged
+        losses  put a LossRecord where records are missing
         """
+        self._noting = losses
         records: list[Record] = []
         more = True
         while more and len(records) < limit:
-            more = self._read_block(records, final) or (final and self._resync())
+            more = self._read_block(records, final) or (final and self._resync(records))
         if final and not more:
-            self._count_tail()
+            self._count_tail(records)
         return records
 
     def close(self) -> None:
@@ -205,7 +210,7 @@ class RingReader:
         """Read what the current block holds beyond the position; whether to go on."""
         sequence = self._block + 1
         if self._block_header(self._block)[0] != sequence:
-            return self._resync()
+            return self._resync(records)
         # Asked before copying: if the next block had begun by then, the copy holds all of this one.
         next_sequence, next_number = self._block_header(sequence)
         complete = next_sequence == sequence + 1
@@ -214,17 +219,17 @@ class RingReader:
             return False
         data = self._exactly(start, self._block_bytes - self._offset)
         if self._block_header(self._block)[0] != sequence:
-            return self._resync()
+            return self._resync(records)
         self._parse(data, records, complete or final)
         if not complete:
             return False
-        self.torn += max(0, next_number - self._number)
+        self._tear(records, next_number - self._number)
         self._block = sequence
         self._offset = BLOCK_HEADER.size
         self._number = next_number
         return True
 
-    def _resync(self) -> bool:
+    def _resync(self, records: list[Record]) -> bool:
         """Go to the oldest intact block; False when there is nothing ahead."""
         headers = [self._block_header(slot) for slot in range(self._blocks)]
         ahead = [
@@ -235,17 +240,26 @@ class RingReader:
         if not ahead:
             return False
         sequence, number = min(ahead)
-        self.missed += max(0, number - self._number)
+        if number > self._number:
+            self.missed += number - self._number
+            if self._noting:
+                records.append(LossRecord(count=number - self._number))
         self._block = sequence - 1
         self._offset = BLOCK_HEADER.size
         self._number = number
         return True
 
-    def _count_tail(self) -> None:
+    def _tear(self, records: list[Record], count: int) -> None:
+        if count > 0:
+            self.torn += count
+            if self._noting:
+                records.append(LossRecord(count=count))
+
+    def _count_tail(self, records: list[Record]) -> None:
         """Count what the header says was written after the last record found."""
         lost = self.counters()[Counter.WRITTEN] - self._number
         if 0 < lost <= self._blocks * self._block_bytes // _MIN_RECORD_BYTES:
-            self.torn += lost
+            self._tear(records, lost)
             self._number += lost
 
     def _parse(self, data: bytes, records: list[Record], complete: bool) -> None:
@@ -267,7 +281,7 @@ class RingReader:
                 if found is None:
                     break
                 pos, skipped = found
-                self.torn += skipped
+                self._tear(records, skipped)
                 number += skipped
                 continue
             decode = decoders[body[0]]

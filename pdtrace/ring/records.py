@@ -15,12 +15,14 @@ class OpenRecord(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
 
     Repeated for a request that outlives a lap of the ring, so that the identity of whatever is in
     flight is always in it; `t_ns` is the first begin every time. A reader that missed records may
-    therefore see marks of a key before the OPEN that names it.
+    therefore see marks of a key before the OPEN that names it, and one that sees a key first in a
+    repeated OPEN has missed its begin.
     """
 
     key: int
     t_ns: int
     context: RequestContext
+    repeated: bool = False
 
 
 class MarkRecord(msgspec.Struct, frozen=True, kw_only=True, tag="mark", gc=False):
@@ -78,4 +80,10 @@ class ClockRecord(msgspec.Struct, frozen=True, kw_only=True, tag="clock", gc=Fal
     error_ns: int
 
 
-Record = OpenRecord | MarkRecord | EndRecord | StepRecord | ClockRecord
+class LossRecord(msgspec.Struct, frozen=True, kw_only=True, tag="loss", gc=False):
+    """Not in a ring: a reader's note, when asked for, that `count` records are missing here."""
+
+    count: int
+
+
+Record = OpenRecord | MarkRecord | EndRecord | StepRecord | ClockRecord | LossRecord

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import time
@@ -21,7 +22,7 @@ from pdtrace.delivery import TRACES_NAME
 from pdtrace.losses import read_losses
 from pdtrace.otlp import decode_line
 from pdtrace.propagation import RequestContext
-from pdtrace.recorder import Recorder
+from pdtrace.recorder import Recorder, RequestTrace
 from pdtrace.ring import RingCapacity, scan_rings
 from pdtrace.sink import lines_since
 from pdtrace.spans import Span
@@ -163,6 +164,70 @@ def test_what_is_no_file_neither_holds_the_agent_up_nor_is_said_again(
     for name in ("fifo", "folder", "device", "loop"):
         assert caplog.text.count(f"{name}.ring") == 1
     assert "nothing.ring" not in caplog.text
+
+
+def test_requests_whose_records_were_overwritten_or_torn_in_one_read_say_so_and_no_others(
+    tmp_path: Path,
+) -> None:
+    gateway = Recorder.open(
+        tmp_path / "rings", role=Role.GATEWAY, instance="gateway-0", capacity=TINY, budget=None
+    )
+
+    def begin(request_id: str) -> RequestTrace:
+        trace = gateway.begin(RequestContext.create(request_id=request_id))
+        trace.mark(Mark.RECEIVED, "POST", "/v1/completions", "text_completion")
+        return trace
+
+    def end(trace: RequestTrace) -> None:
+        trace.mark(Mark.COMPLETED, Outcome.COMPLETED)
+        trace.end()
+
+    agent = agent_of(tmp_path)
+    agent.poll()
+    [tail] = agent._tails._tails.values()  # pyright: ignore[reportPrivateUsage]
+    parse = tail.reader._parse  # pyright: ignore[reportPrivateUsage]
+    end(begin("before"))
+    across = begin("across")
+    for _ in range(150):
+        across.mark(Mark.ADMITTED)
+
+    def parse_and_lap(*arguments: Any) -> None:
+        """The writer laps the reader, which has read one block, and damages one record."""
+        tail.reader._parse = parse  # pyright: ignore[reportPrivateUsage]
+        parse(*arguments)
+        within = begin("within")
+        for _ in range(600):
+            across.mark(Mark.ADMITTED)
+        for trace in (across, within):
+            end(trace)
+        end(begin("between"))
+        damaged = begin("damaged")
+        ring = damaged.ring
+        assert ring is not None
+        at = ring._pos  # pyright: ignore[reportPrivateUsage]
+        damaged.mark(Mark.ADMITTED)
+        ring._buffer[at + 20] ^= 0xFF  # pyright: ignore[reportPrivateUsage]
+        end(damaged)
+        end(begin("after"))
+        gateway.close()
+
+    tail.reader._parse = parse_and_lap  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    wait_for(lambda: (agent.poll(), agent.is_drained)[1])
+    summary = agent.close()
+    assert (summary.missed > 0, summary.torn) == (True, 1)
+    found = {
+        name: re.findall(r"lost \d+ records", str(spans[0].attributes.get(a.INCOMPLETE.key)))
+        for name, spans in written(tmp_path).items()
+    }
+    overwritten = [f"lost {summary.missed} records"]
+    assert found == {
+        "before": [],
+        "across": overwritten,
+        "within": overwritten,
+        "between": [],
+        "damaged": ["lost 1 records"],
+        "after": [],
+    }
 
 
 # -- files of traces -------------------------------------------------------------------------

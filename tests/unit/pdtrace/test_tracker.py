@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pdtrace.propagation import RequestContext
-from pdtrace.ring.records import EndRecord, MarkRecord, OpenRecord, Record
+from pdtrace.ring.records import EndRecord, LossRecord, MarkRecord, OpenRecord, Record
 from pdtrace.stages import MARKS, Mark, Role
 from pdtrace.testing import SequentialIds
 from pdtrace.tracker import MAX_GRACES, MAX_MARKS, MAX_UNNAMED, RequestTracker
@@ -245,14 +245,70 @@ def test_marks_of_one_request_are_bounded_but_its_end_is_kept() -> None:
 def test_lost_records_are_told_to_the_requests_in_flight_there() -> None:
     tracker = tracker_of()
     tracker.feed(GATEWAY, WHOLE[:2], 0)
-    tracker.feed(DECODE, [opened(), ended()], 0)
-    tracker.records_missed(DECODE, 7)
+    tracker.feed(PREFILL, [opened(), ended()], 0)
+    tracker.feed(DECODE, [opened()], 0)
+    for ring in (PREFILL, DECODE):  # prefill has let go of it before
+        tracker.records_missed(ring, 7)
+    tracker.feed(DECODE, [ended()], 0)
     tracker.feed(GATEWAY, WHOLE[2:], 0)
     [request] = tracker.finished(0)
     assert {leg.process.role: leg.records_missed for leg in request.legs} == {
         Role.GATEWAY: 0,
+        Role.PREFILL: 0,
         Role.DECODE: 7,
     }
+
+
+def test_losses_among_the_records_concern_who_was_open_there() -> None:
+    tracker = tracker_of()
+    before, within, across, after = contexts(4)
+    tracker.feed(
+        GATEWAY,
+        [
+            *(opened(before, 1), mark(Mark.COMPLETED, 1), ended(1)),
+            *(opened(across, 2), mark(Mark.RECEIVED, 2, t_ns=10), LossRecord(count=7)),
+            OpenRecord(key=3, t_ns=12, context=within, repeated=True),
+            *(mark(Mark.COMPLETED, 2), ended(2), mark(Mark.COMPLETED, 3), ended(3)),
+            *(opened(after, 4), mark(Mark.COMPLETED, 4), ended(4)),
+        ],
+        0,
+    )
+    found = {request.request_id: request.legs[0].records_missed for request in tracker.finished(0)}
+    assert found == {
+        before.request_id: 0,
+        across.request_id: 7,
+        within.request_id: 7,
+        after.request_id: 0,
+    }
+
+
+def test_request_that_began_in_a_gap_is_not_blamed_for_an_earlier_one() -> None:
+    tracker = tracker_of()
+    early, late = contexts(2)
+    tracker.feed(
+        GATEWAY,
+        [
+            *(LossRecord(count=5), mark(Mark.RECEIVED, 1, t_ns=10), LossRecord(count=2)),
+            OpenRecord(key=1, t_ns=3, context=early, repeated=True),
+            OpenRecord(key=2, t_ns=12, context=late, repeated=True),
+            *(mark(Mark.COMPLETED, 1), ended(1), mark(Mark.COMPLETED, 2), ended(2)),
+        ],
+        0,
+    )
+    found = {request.request_id: request.legs[0].records_missed for request in tracker.finished(0)}
+    assert found == {early.request_id: 7, late.request_id: 2}
+
+
+def test_marks_that_say_where_a_request_is_have_room_beside_any_number_of_details() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, [opened()], 0)
+    tracker.feed(DECODE, [opened(), *[mark(Mark.WAITING)] * (MAX_MARKS + 5)], 0)
+    tracker.feed(DECODE, [mark(Mark.PAGES_RESERVED), mark(Mark.KV_NOTICED), ended()], 0)
+    tracker.feed(GATEWAY, [mark(Mark.COMPLETED), ended()], 0)
+    [request] = tracker.finished(0)
+    [leg] = [leg for leg in request.legs if leg.process.role is Role.DECODE]
+    assert [one.mark for one in leg.marks[-2:]] == [Mark.PAGES_RESERVED, Mark.KV_NOTICED]
+    assert leg.records_missed == 5
 
 
 def test_requests_exported_before_are_not_built_again() -> None:
