@@ -223,6 +223,8 @@ def why(
         _print_why(selection, pairs)
     else:
         print(f"No request is in flight in {clean(selection.recording.source)}.")
+        for note in selection.notes:
+            print(clean(note))
     return 0
 
 

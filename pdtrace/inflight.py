@@ -25,10 +25,12 @@ class ProcessState(StrEnum):
 class WaitNow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The latest reason why a request waits. Units of the numbers: `pdtrace.stages.WaitReason`.
 
+    stage  nested stage that it waits in, such as `decode.preempted`; None: the request's stage
     age_s  how long it has waited for this reason; the numbers may be newer
     """
 
     reason: str
+    stage: str | None = None
     needed: int | None = None
     free: int | None = None
     limit: int | None = None

@@ -423,6 +423,18 @@ class RingLooks:
         return problems
 
 
+def is_live(run: Path) -> bool:
+    """Whether a process still writes to a ring of a run directory."""
+    for path in scan_rings(run / RINGS_FOLDER):
+        try:
+            with RingReader(path) as reader:
+                if reader.writer_state() is WriterState.ALIVE:
+                    return True
+        except (OSError, RingError):
+            continue
+    return False
+
+
 class _AgentState(msgspec.Struct, frozen=True):
     """What is wanted of an agent's state."""
 

@@ -284,8 +284,8 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
             stuck=self.stuck,
         )
 
-    def look(self, now_ns: int, to_home: ToHome) -> InFlight:
-        """How it stands at `now_ns`."""
+    def look(self, now_ns: int, to_home: ToHome, only: Mapping[Role, str]) -> InFlight:
+        """How it stands at `now_ns`. `only`: the instance of each role that has but one."""
         progress, context = self.progress, self.context
         in_token = progress.at == progress.plan.token
         stage, since_ns = progress.stage(token_awaited=in_token and self._token_awaited)
@@ -298,7 +298,7 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
             age_s=max(now_ns - self.begun_ns, 0) / 1e9,
             stage=None if stage is None else stage.name,
             stage_age_s=0.0 if stage is None else max(now_ns - since_ns, 0) / 1e9,
-            worker=None if stage is None else self._ends_it(stage),
+            worker=None if stage is None else self._ends_it(stage, only),
             prefill_worker=self.prefill_worker,
             decode_worker=self.decode_worker,
             prompt_tokens=self.prompt_tokens,
@@ -331,7 +331,7 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
             return self.decode_worker or found
         if Role.PREFILL in stage.roles:
             return self.prefill_worker or found
-        return found
+        return found or next((only[role] for role in stage.roles if role in only), None)
 
     def _wait_now(self, stage: Stage, now_ns: int, to_home: ToHome) -> WaitNow | None:
         latest: OpenLeg | None = None
@@ -346,7 +346,7 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
         if latest is None or latest.wait is None:
             return None
         since_ns = to_home(latest.source, latest.wait_since_ns)
-        return _described(latest.wait, max(now_ns - since_ns, 0) / 1e9)
+        return _described(latest.wait, stage, max(now_ns - since_ns, 0) / 1e9)
 
     def _incomplete(self) -> str | None:
         why: list[str] = []
@@ -429,11 +429,13 @@ def _waits_in(leg: OpenLeg, wait: MarkRecord, stage: Stage) -> bool:
     return True
 
 
-def _described(record: MarkRecord, age_s: float) -> WaitNow:
+def _described(record: MarkRecord, stage: Stage, age_s: float) -> WaitNow:
+    waited = str(value_at(record, _WAIT_STAGE_AT))
     numbers = [value_at(record, place) for place in _WAIT_NUMBERS_AT]
     needed, free, limit, position = [n if isinstance(n, int) else None for n in numbers]
     return WaitNow(
         reason=str(value_at(record, _WAIT_REASON_AT) or "unknown"),
+        stage=None if waited == stage.name else waited,
         needed=needed,
         free=free,
         limit=limit,

@@ -1,4 +1,4 @@
-"""How a recording process stands, from its ring's header. Reads no ring.
+"""How a recording process stands, from its ring's header and the kernel. Reads no ring.
 
 Owns the rule for STALLED, and what is shown of a process that is gone.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Set
 from functools import cache
+from pathlib import Path
 
 from pdtrace.inflight import InFlight, ProcessNow, ProcessState
 from pdtrace.losses import RingLosses, WriterEnd
@@ -17,8 +18,8 @@ from pdtrace.ring.layout import RingIdentity
 from pdtrace.stages import Gauge
 
 STALLED_AFTER_S = 2.0
-"""A process that has work, or that requests wait for, and whose loop has not gone round for longer
-is STALLED."""
+"""A process that has work, that requests wait for, or that was stopped, and whose loop has not gone
+round for longer is STALLED."""
 
 _WORK = (Gauge.IN_FLIGHT, Gauge.RUNNING, Gauge.WAITING, Gauge.COPY_JOBS_WAITING)
 
@@ -53,7 +54,10 @@ def process_now(
             state = ProcessState.LOST
         case WriterState.ALIVE:
             busy = (
-                open_requests > 0 or is_needed or any(gauges.get(gauge, 0) > 0 for gauge in _WORK)
+                open_requests > 0
+                or is_needed
+                or any(gauges.get(gauge, 0) > 0 for gauge in _WORK)
+                or _is_stopped(identity)
             )
             stalled = busy and progress_age_s is not None and progress_age_s > STALLED_AFTER_S
             state = ProcessState.STALLED if stalled else ProcessState.ALIVE
@@ -71,6 +75,17 @@ def process_now(
             if gauge is not Gauge.LAST_PROGRESS_NS
         },
     )
+
+
+def _is_stopped(identity: RingIdentity) -> bool:
+    """Whether a signal or a debugger has stopped a process of this host."""
+    if (identity.host_id, identity.boot_id) != _this_host():
+        return False
+    try:
+        stat = Path(f"/proc/{identity.pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b")")[2].split()[:1] in ([b"T"], [b"t"])
 
 
 def processes_gone(rings: Iterable[RingLosses], alive: Set[tuple[str, str]]) -> list[ProcessNow]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import ClassVar
 
 from pdtrace.assembly import assemble
 from pdtrace.errors import PdtraceError, SourceError
 from pdtrace.health import read_health
-from pdtrace.inflight import InFlight, Look
-from pdtrace.live import RingLooks
+from pdtrace.live import RingLooks, is_live
 from pdtrace.skew import MAX_SKEW_NS
 from pdtrace.sources import (
     RINGS_FOLDER,
@@ -28,7 +28,7 @@ from pdtrace.sources import (
 )
 from pdtrace.spans import Span
 from pdtrace.timeline import Timeline, build_timelines
-from pdtrace.top import ordered, standing_of
+from pdtrace.top import ordered, standing_for
 
 MAX_FROM_RINGS = 500
 """Finished requests, the latest, that are taken out of the rings of a run."""
@@ -77,9 +77,10 @@ def select_slowest(
     recording, trouble = _recording(sources)
     peers = build_timelines(recording.traces, max_skew_ns=max_skew_ns)
     if trouble is not None:
-        peers = list(_read_rings(runs).finished)
+        rings = _read_rings(runs)
+        peers = list(rings.finished)
         if not peers:
-            raise trouble
+            raise rings.unreadable(recording.source) or trouble
     if not peers:
         raise SelectionError(f"{recording.source}: holds no request")
     chosen = sorted(peers, key=lambda t: (-t.total_ns, t.request_id or "", t.trace_id))[:count]
@@ -97,6 +98,8 @@ def select_request(
 
     Raises SelectionError, or SourceError if there was nothing to look through.
     """
+    if not wanted.strip():
+        raise SelectionError("the id is empty; without an ID the slowest request is shown")
     runs = run_directories(sources)
     recording, trouble = _recording(sources)
     if trouble is not None and not runs:
@@ -104,7 +107,8 @@ def select_request(
     peers = build_timelines(recording.traces, max_skew_ns=max_skew_ns)
     rings = _Rings()
     found = _exactly(peers, wanted)
-    if not found:
+    # An id that comes again may be in flight now.
+    if not found or any(map(is_live, runs)):
         rings = _read_rings(runs)
         known = {timeline.key for timeline in peers}
         peers += [timeline for timeline in rings.finished if timeline.key not in known]
@@ -114,12 +118,11 @@ def select_request(
     if len(found) > 1:
         raise SeveralRequestsError(wanted, found)
     if not found:
-        if trouble is not None and not peers and not rings.in_flight:
-            raise trouble
-        flying = f", nor has one of {len(rings.in_flight)} in flight" if rings.in_flight else ""
-        raise SelectionError(
-            f"none of {len(peers)} requests has an id that begins with {wanted!r}{flying}"
-        )
+        if not peers and not rings.in_flight:
+            failure = rings.unreadable(recording.source) or trouble
+            if failure is not None:
+                raise failure
+        raise SelectionError(_not_found(wanted, recording.source, peers, rings))
     return Selection(
         recording=recording,
         chosen=found,
@@ -132,16 +135,21 @@ def select_request(
 def select_in_flight(sources: Sequence[str | Path], count: int) -> Selection:
     """Unanswered requests, those first that exceed their stage's usual time by most; maybe none.
 
-    Raises SelectionError if no source has rings.
+    Raises SelectionError if no source has rings, SourceError if none of them can be read.
     """
+    name = " + ".join(map(str, sources))
     runs = run_directories(sources)
+    for source in sources:
+        if str(source) != "-" and not Path(source).exists():
+            raise SelectionError(f"{source}: no such directory; give a run directory")
     if not runs:
         raise SelectionError(
-            f"{' + '.join(map(str, sources))}: holds no rings, so nothing can be in flight; give a "
-            "run directory"
+            f"{name}: holds no rings, so nothing can be in flight; give a run directory"
         )
     recording, _ = _recording(sources)
     rings = _read_rings(runs, only=count)
+    if (failure := rings.unreadable(name)) is not None:
+        raise failure
     peers = build_timelines(recording.traces)
     known = {timeline.key for timeline in peers}
     peers += [timeline for timeline in rings.finished if timeline.key not in known]
@@ -165,12 +173,24 @@ def _recording(sources: Sequence[str | Path]) -> tuple[Recording, SourceError | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rings:
-    """What the rings of runs hold; `in_flight` the worst first."""
+    """What the rings of runs hold; `in_flight` the worst first.
+
+    num_read  processes whose rings could be read
+    """
 
     in_flight: Sequence[Timeline] = ()
     finished: Sequence[Timeline] = ()
     standing: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     problems: Sequence[str] = ()
+    num_read: int = 0
+
+    def unreadable(self, source: str) -> SourceError | None:
+        """Why nothing is known of what is in flight; None where something is, or without rings."""
+        if self.num_read or not self.problems:
+            return None
+        more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
+        what = self.problems[0].removesuffix(".")
+        return SourceError(f"{source}: what is in flight cannot be told: {what}{more}")
 
 
 def _read_rings(runs: Sequence[Path], *, only: int | None = None) -> _Rings:
@@ -198,20 +218,13 @@ def _read_rings(runs: Sequence[Path], *, only: int | None = None) -> _Rings:
     return _Rings(
         in_flight=sorted(open_ones, key=lambda timeline: rank[timeline.root_id or ""]),
         finished=[timeline for timeline in timelines if timeline.root_id not in rank],
-        standing={request.root_span_id: _standing(request, look) for request in wanted},
+        standing={
+            request.root_span_id: standing_for(request, look.processes, all_legs=True)
+            for request in wanted
+        },
         problems=[f"{problem}." for problem in look.problems],
+        num_read=len(look.processes),
     )
-
-
-def _standing(request: InFlight, look: Look) -> Sequence[str]:
-    """On the process that has to end the stage, and on workers of the request that are gone."""
-    names = {request.worker, request.prefill_worker, request.decode_worker} - {None}
-    sentences = [
-        sentence
-        for process in look.processes
-        if process.instance in names and (sentence := standing_of(process))
-    ]
-    return tuple(dict.fromkeys(sentences))
 
 
 def _loss_notes(runs: Iterable[Path], chosen: Sequence[Timeline]) -> list[str]:
@@ -223,6 +236,30 @@ def _loss_notes(runs: Iterable[Path], chosen: Sequence[Timeline]) -> list[str]:
         for process in read_health(run).processes
         if process.instance in instances and (what := process.lost)
     ]
+
+
+MAX_SHOWN_ID = 64
+MAX_COMPARED = 5_000
+"""Requests, the latest, that an unknown id is compared with."""
+
+
+def _not_found(wanted: str, source: str, finished: Sequence[Timeline], rings: _Rings) -> str:
+    """What was looked for, where, and what is like it."""
+    shown = wanted if len(wanted) <= MAX_SHOWN_ID else f"{wanted[:MAX_SHOWN_ID]}…"
+    text = f"no request has an id that begins with {shown!r}: looked through {len(finished)} "
+    text += f"finished in {source}"
+    text += f" and {len(rings.in_flight)} in flight" if rings.num_read else ""
+    both = [*rings.in_flight, *reversed(finished[-MAX_COMPARED:])]
+    ids = list(dict.fromkeys(timeline.request_id or timeline.trace_id for timeline in both))
+    low = wanted.lower()[:MAX_SHOWN_ID]
+    within = [name for name in ids if low in name.lower()]
+    alike = get_close_matches(wanted[:MAX_SHOWN_ID], ids, n=3, cutoff=0.7)
+    closest = list(dict.fromkeys((*within, *alike)))[:3]
+    if closest:
+        text += f"; the closest: {', '.join(map(repr, closest))}"
+    elif problems := rings.problems:
+        text += f"; {problems[0].removesuffix('.')}"
+    return text
 
 
 _Test = Callable[[Timeline], bool]

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
 from rich.table import Table
@@ -30,7 +31,7 @@ from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState
 from pdtrace.live import LookSource
 from pdtrace.palette import COLOURS
 from pdtrace.render import clean, translated
-from pdtrace.stages import STAGE_BY_NAME, Role
+from pdtrace.stages import STAGE_BY_NAME, Role, WaitReason
 from pdtrace.waits import describe_wait_now, listed
 
 TOP_SCHEMA = "pdtrace.top/1"
@@ -39,10 +40,18 @@ DEFAULT_INTERVAL_S = 1.0
 
 _WIDE = 110
 """Columns from which on attempt and workers stand in the row, not below it."""
+_NARROW = 72
+"""Columns below which a process's gauges stand below the table."""
+_FEW = 5
+"""So many requests show by themselves in which stages they are."""
+_SEVERAL = 2
+_ID_LEAST = 8
+"""Columns that a request's id has at least; others make room for it."""
 _LEAST_USUAL_S = 1e-3
 _SLOW_RATIO = 3.0
 _FULL_DETAIL = 3
 _ROLES = tuple(role.value for role in Role)
+_WORKERS = frozenset(_ROLES) - {Role.GATEWAY.value, Role.TRANSFER.value}
 _STATE_STYLES = {
     ProcessState.ALIVE: "green",
     ProcessState.STALLED: "bold red",
@@ -114,7 +123,9 @@ def top_view(
         rows = _Rows(look, wide=width >= _WIDE)
         room = None
         if height is not None:
-            room = max(3, height - len(look.processes) - 2 * len(look.problems) - 6)
+            per_process = 1 if width >= _NARROW else 2
+            rest = per_process * len(look.processes) + 2 * len(look.problems)
+            room = max(3, height - rest - 7)
         shown = rows.fitting(requests[:limit], width, room)
         blocks += [Text(), *rows.build(requests[:shown], width)]
         if shown < len(requests):
@@ -138,6 +149,8 @@ def _headline(
     at = datetime.fromtimestamp(look.at_ns // 10**9, UTC)
     where = f" in {stage}" if stage else ""
     if not requests:
+        if look.problems and not processes:
+            return Text("What is in flight cannot be told.", style="bold")
         return Text(clean(f"No request is in flight{where}{_standing(processes)}."))
     waiting = [request for request in requests if request.ended is None]
     parts = [f"{_many(len(waiting), 'request')} in flight{where}"]
@@ -147,7 +160,11 @@ def _headline(
         parts.append(f"{finishing} answered and not let go of")
     line = Text(", ".join(parts), style="bold", no_wrap=True, overflow="ellipsis")
     line.append(clean(f" · {source} · {at:%H:%M:%S} UTC"), style="dim")
-    return line
+    stages = Tally(request.stage for request in waiting if request.stage)
+    if len(waiting) <= _FEW or len(stages) < _SEVERAL:
+        return line
+    counts = ", ".join(f"{count} in {name}" for name, count in stages.most_common())
+    return Group(line, Text(counts))
 
 
 def _standing(processes: Sequence[ProcessNow]) -> str:
@@ -191,8 +208,15 @@ class _Rows:
         if self._wide:
             header += ["try", "workers"]
         fixed = [max(len(row[i]) for row in [header, *cells]) for i in range(len(header))]
-        others = sum(fixed) - fixed[1] + 2 * (len(fixed) - 1)
-        fixed[1] = min(fixed[1], max(8, width - others))
+        columns = list(range(len(header)))
+
+        def others() -> int:
+            return sum(fixed[i] for i in columns if i != 1) + 2 * (len(columns) - 1)
+
+        for dispensable in (6, 4, 5):  # the age in all, what is usual, how many times that
+            if width - others() < _ID_LEAST and dispensable in columns:
+                columns.remove(dispensable)
+        fixed[1] = min(fixed[1], max(_ID_LEAST, width - others()))
         right = {3, 4, 5, 6}
 
         def line(row: Sequence[str]) -> list[str]:
@@ -201,13 +225,14 @@ class _Rows:
                 if i in right
                 else _cut(text, fixed[i]).ljust(fixed[i])
                 for i, text in enumerate(row)
+                if i in columns
             ]
 
         blocks: list[RenderableType] = [Text("  ".join(line(header)), style="dim", no_wrap=True)]
         for request, row in zip(requests, cells, strict=True):
             styles = _styles(request)
             shown = Text(no_wrap=True, overflow="crop")
-            for position, text in enumerate(line(row)):
+            for position, text in zip(columns, line(row), strict=True):
                 shown.append(("  " if position else "") + text, style=styles.get(position, ""))
             blocks.append(shown)
             blocks += [
@@ -241,13 +266,8 @@ class _Rows:
                 lines[clean(" · ".join(facts))] = "dim"
         if waits := _waits_for(request):
             lines[clean(waits)] = ""
-        concerned = [request.worker]
-        if request.ended is not None:
-            concerned += [request.prefill_worker, request.decode_worker]
-        for name in dict.fromkeys(concerned):
-            process = self._processes.get(name or "")
-            if process is not None and (standing := standing_of(process)):
-                lines[clean(standing)] = "bold red"
+        for standing in standing_for(request, self._processes.values(), all_legs=False):
+            lines[clean(standing)] = "bold red"
         if request.ended is not None:
             lines[clean(f"answered ({request.ended}), not yet let go of by all workers")] = "dim"
         if request.incomplete:
@@ -279,9 +299,37 @@ def standing_of(process: ProcessNow) -> str | None:
             return None
 
 
+def standing_for(
+    request: InFlight, processes: Iterable[ProcessNow], *, all_legs: bool
+) -> list[str]:
+    """Sentences on processes that cannot go on and that a request needs.
+
+    all_legs  also those of its workers that do not have to end its stage; what was answered is held
+              by any of them
+    """
+    names = {request.worker}
+    stage = STAGE_BY_NAME.get(request.stage or "")
+    roles = stage.roles if stage is not None and request.worker is None else ()
+    if request.wait is not None and request.wait.reason == WaitReason.NO_WORKER:
+        roles = _WORKERS
+    if all_legs or request.ended is not None:
+        names |= {request.prefill_worker, request.decode_worker}
+    sentences = [
+        sentence
+        for process in processes
+        if process.instance in names or process.role in roles
+        if (sentence := standing_of(process))
+    ]
+    return list(dict.fromkeys(sentences))
+
+
 def _waits_for(request: InFlight) -> str | None:
     """The wait in words; None if none was recorded."""
-    return describe_wait_now(request.stage, request.wait) if request.wait else None
+    wait = request.wait
+    if wait is None:
+        return None
+    clause = describe_wait_now(wait.stage or request.stage, wait)
+    return f"{wait.stage}: {clause}" if wait.stage else clause
 
 
 def _workers(request: InFlight) -> str:
@@ -300,7 +348,9 @@ def _process_blocks(processes: Sequence[ProcessNow], width: int) -> list[Rendera
     table.add_column("open", justify="right", no_wrap=True)
     if width >= _WIDE:
         table.add_column("pid", justify="right", no_wrap=True)
-    table.add_column("", ratio=1)
+    if width >= _NARROW:
+        table.add_column("", ratio=1)
+    below: list[RenderableType] = []
     for process in processes:
         host = f" @{process.host_id[:8]}" if many_hosts else ""
         progress = process.progress_age_s
@@ -312,8 +362,13 @@ def _process_blocks(processes: Sequence[ProcessNow], width: int) -> list[Rendera
         ]
         if width >= _WIDE:
             cells.append(str(process.pid))
-        table.add_row(*cells, Text(_gauges(process.gauges), style="dim"))
-    return [Text(), table]
+        gauges = Text(clean(_gauges(process.gauges)), style="dim")
+        if width >= _NARROW:
+            cells.append(gauges)
+        elif gauges:
+            below.append(Text.assemble(clean(process.instance), ": ", gauges))
+        table.add_row(*cells)
+    return [Text(), table, *below]
 
 
 def _gauges(gauges: Mapping[str, int]) -> str:

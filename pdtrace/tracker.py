@@ -19,7 +19,7 @@ What arrives for a finished request is late: counted, not kept.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
@@ -174,6 +174,7 @@ class RequestTracker:
         self._finished: _Memory[bool] = _Memory()
         self._roots: _Memory[bytes] = _Memory()
         self._shared = _SharedValues()
+        self._stuck: dict[str, tuple[Stuck, ...]] = {}
         self._begun = 0
         self._home: Process | None = None
         self._changed: dict[str, None] = {}
@@ -260,6 +261,16 @@ class RequestTracker:
         request = self._open.get(root_span_id)
         if request is not None:
             request.stuck += (report,)
+            self._stuck[root_span_id] = request.stuck
+
+    def remember_stuck(self, reports: Mapping[str, tuple[Stuck, ...]]) -> None:
+        """What a former tracker kept of requests that will be read again (`stuck_ones`)."""
+        self._stuck.update(reports)
+
+    def stuck_ones(self, at_most: int) -> dict[str, tuple[Stuck, ...]]:
+        """The latest requests in flight that were reported as stuck, by root."""
+        roots = list(self._stuck)[-at_most:]
+        return {root: self._stuck[root] for root in roots if root in self._open}
 
     # -- output ------------------------------------------------------------------------------
 
@@ -294,7 +305,8 @@ class RequestTracker:
 
         now_ns  CLOCK_MONOTONIC of the gateway's host, or of this host where no gateway is known
         """
-        return [request.look(now_ns, self._to_home) for request in self._open.values()]
+        only = self._only_ones()
+        return [request.look(now_ns, self._to_home, only) for request in self._open.values()]
 
     def peek(self, request_id: str, now_ns: int) -> list[CollectedRequest]:
         """What is known of the requests in flight with that id; they stay in flight.
@@ -372,6 +384,7 @@ class RequestTracker:
                 touched_ns=now_ns,
                 progress=Progress(plan_of(context.mode), attempt),
                 legs=[],
+                stuck=self._stuck.get(root, ()),
             )
             self._open[root] = request
             self._remember_root(context.request_id, context.trace_id, root)
@@ -462,6 +475,14 @@ class RequestTracker:
         ring.num_unnamed -= dropped
         self.counts.unnamed += dropped
 
+    def _only_ones(self) -> dict[Role, str]:
+        """The instance of each role that has but one."""
+        found: dict[Role, set[str]] = {}
+        for ring in self._rings.values():
+            process = ring.source.process
+            found.setdefault(process.role, set()).add(process.instance)
+        return {role: next(iter(names)) for role, names in found.items() if len(names) == 1}
+
     def _instances(self) -> set[str]:
         return {ring.source.process.instance for ring in self._rings.values()}
 
@@ -491,6 +512,7 @@ class RequestTracker:
     def _finish(self, request: OpenRequest, gave_up: str | None) -> CollectedRequest:
         root = request.context.root_span_id
         del self._open[root]
+        self._stuck.pop(root, None)
         for leg in request.legs:
             ring = self._rings.get(leg.source.ring) if leg.is_held else None
             if ring is not None and ring.source is leg.source:

@@ -18,6 +18,7 @@ import pdtrace
 from pdtrace import otlp, selection
 from pdtrace import semconv as a
 from pdtrace.cli import app
+from pdtrace.sources import read_source
 from pdtrace.stages import STAGES, Mode, Role, WaitReason
 from pdtrace.testing import Wait, open_recorders, record_request
 from tests.support.copies import replace
@@ -104,7 +105,25 @@ def test_tries_of_one_request_in_one_trace_are_told_apart_by_their_root_span(
 def test_unknown_id_is_one_line(recording: Path) -> None:
     result = invoke("why", "nobody", "--from", recording)
     assert result.exit_code == 2
-    assert result.stderr == ("pdtrace: none of 13 requests has an id that begins with 'nobody'\n")
+    assert result.stderr == (
+        "pdtrace: no request has an id that begins with 'nobody': looked through 13 finished in "
+        f"{recording}\n"
+    )
+
+
+def test_unknown_ids_name_the_closest_and_are_cut(recording: Path) -> None:
+    known = read_source(recording).traces[0].spans[0].attributes[a.REQUEST_ID.key]
+    result = invoke("why", f"{known}x", "--from", recording)
+    assert f"; the closest: '{known}'" in result.stderr
+    result = invoke("why", "\x1b[31m" + "x" * 10_000, "--from", recording)
+    assert len(result.stderr) < 400
+    assert "\x1b" not in result.stderr
+    for blank in ("", "  "):
+        result = invoke("why", blank, "--from", recording)
+        assert (result.exit_code, result.stderr) == (
+            2,
+            "pdtrace: the id is empty; without an ID the slowest request is shown\n",
+        )
 
 
 def test_slowest_gives_a_table_and_each_view(recording: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 
 import msgspec
@@ -105,3 +109,26 @@ def test_workers_that_requests_were_sent_to_are_needed() -> None:
         prefill_worker="prefill-1",
     )
     assert needed_by([request]) == {"decode-0", "prefill-1"}
+
+
+def test_idle_process_that_was_stopped_is_stalled() -> None:
+    """It cannot say so itself, and nobody waits for it yet."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        identity = msgspec.structs.replace(IDENTITY, pid=process.pid)
+
+        def state() -> ProcessState:
+            gauges = old(STALLED_AFTER_S * 2)
+            return process_now(identity, WriterState.ALIVE, gauges, open_requests=0).state
+
+        assert state() is ProcessState.ALIVE
+        os.kill(process.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 60
+        while state() is not ProcessState.STALLED:
+            assert time.monotonic() < deadline
+        elsewhere = msgspec.structs.replace(identity, host_id="other")
+        shown = process_now(elsewhere, WriterState.ALIVE, old(STALLED_AFTER_S * 2), open_requests=0)
+        assert shown.state is ProcessState.ALIVE
+    finally:
+        process.kill()
+        process.wait(timeout=60)

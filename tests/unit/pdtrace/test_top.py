@@ -162,8 +162,70 @@ def test_long_ids_are_cut_so_that_numbers_stay() -> None:
     assert re.search(r"r+…  decode\.reserve +12\.1 s  100 ms +121x +12\.3 s$", lines[3])
 
 
+def test_forty_columns_keep_whole_numbers_and_show_gauges_below() -> None:
+    text = shown(LOOK, 40)
+    assert max(map(len, text.splitlines())) <= 40
+    assert re.search(r"^! +req-9 +decode\.reserve +12\.1 s$", text, re.MULTILINE)
+    assert "decode-0: KV 3 of 112 pages free" in text
+
+
+def test_many_requests_are_counted_by_stage() -> None:
+    look = Look(
+        at_ns=AT_NS,
+        requests=(
+            *(request(f"q-{i}", "gateway.queue") for i in range(9)),
+            *(request(f"r-{i}") for i in range(3)),
+            request("answered", "gateway.finish", ended="completed"),
+        ),
+    )
+    assert shown(look, 80, limit=2).splitlines()[1] == "9 in gateway.queue, 3 in decode.reserve"
+    few = msgspec.structs.replace(look, requests=look.requests[7:11])
+    assert "2 in gateway.queue" not in shown(few, 80)
+
+
+def test_pause_inside_a_stage_is_named() -> None:
+    wait = WaitNow(reason="kv_pages", stage="decode.preempted", needed=35, free=5, blockers=("b",))
+    look = Look(at_ns=AT_NS, requests=(request("r", "decode.generate", wait=wait),))
+    assert "decode.preempted: needed 35 KV pages, 5 free; behind b" in shown(look, 80)
+    [document] = top_document(look, source="run")["requests"]
+    assert document["waits_for"].startswith("decode.preempted: ")
+
+
+def test_workers_that_nobody_can_be_sent_to_are_named() -> None:
+    wait = WaitNow(reason=WaitReason.NO_WORKER, needed=1, free=0)
+    queued = request(
+        "r", "gateway.queue", worker="gateway-0", prefill_worker=None, decode_worker=None, wait=wait
+    )
+    processes = (
+        process("gateway-0"),
+        process("prefill-0"),
+        process("decode-0", ProcessState.STALLED, progress_age_s=4.4),
+    )
+    text = shown(Look(at_ns=AT_NS, requests=(queued,), processes=processes), 80)
+    assert "decode-0 is stalled: no progress for 4.40 s." in text
+    assert text.count("is stalled") == 1
+
+
+def test_stage_that_nobody_took_up_names_who_could_but_cannot_go_on() -> None:
+    copied = request("r", "transfer", worker=None)
+    processes = (
+        process("transfer-0"),
+        process("transfer-1", ProcessState.STALLED, progress_age_s=4.4),
+        process("decode-0", ProcessState.STALLED, progress_age_s=4.4),
+    )
+    text = shown(Look(at_ns=AT_NS, requests=(copied,), processes=processes), 80)
+    assert "transfer-1 is stalled" in text
+    assert "decode-0 is stalled" not in text
+
+
+def test_nothing_is_said_of_what_is_in_flight_where_no_ring_could_be_read() -> None:
+    look = Look(at_ns=AT_NS, problems=("x.ring has ring format 255",))
+    assert shown(look, 80).splitlines()[0] == "What is in flight cannot be told."
+
+
 def test_order_is_by_times_usual_then_by_age_then_the_rest() -> None:
     requests = [
+        request("stuck-unknown", stage_age_s=50.0, stuck=True),
         request("on-time", usual_s=20.0),
         request("twice", usual_s=6.0),
         request("many-times", usual_s=0.001),
@@ -172,6 +234,7 @@ def test_order_is_by_times_usual_then_by_age_then_the_rest() -> None:
         request("answered", usual_s=0.001, ended="completed"),
     ]
     assert [r.request_id for r in ordered(requests)] == [
+        "stuck-unknown",
         "many-times",
         "twice",
         "old-unknown",

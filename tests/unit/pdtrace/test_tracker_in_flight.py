@@ -193,6 +193,19 @@ def test_who_has_to_end_a_stage_is_known_before_it_is_heard() -> None:
     assert seen.prompt_tokens == 96
 
 
+def test_copy_that_no_transfer_process_has_taken_up_is_the_only_ones_to_end() -> None:
+    """A transfer process that was stopped before it heard of the copy is the one to look at."""
+    silent = [m for m in pd_moments() if m[0] is not Role.TRANSFER]
+    begins = BEGIN_MARKS[Mode.PD, "transfer"]
+    begin_us = min(at_us for _, mark, at_us, _ in silent if mark in begins)
+    watched = Watched().feed(until(silent, begin_us + 10))
+    seen = watched.at(begin_us + 10)
+    assert (seen.stage, seen.worker) == ("transfer", "transfer-0")
+    second = dataclasses.replace(process(TRANSFER), instance="transfer-1")
+    watched.tracker.add_ring("transfer-1", second)
+    assert watched.at(begin_us + 10).worker is None
+
+
 def waiting(
     at_us: int, reason: str, *, stage: str = "decode.reserve", blockers: Sequence[str] = ()
 ) -> Moment:
@@ -222,6 +235,7 @@ def test_wait_of_the_stage_is_shown_with_its_numbers_and_all_blockers() -> None:
         64,
         1,
     )
+    assert wait.stage is None
     assert wait.blockers == ("req-7", "req-8")
     assert wait.age_s == pytest.approx(0.0002)
 
@@ -244,7 +258,8 @@ def test_preempted_request_is_in_generation_and_waits_until_it_resumes() -> None
     watched.feed([waiting(13_500, "preempted", stage="decode.preempted")])
     seen = watched.at(13_600)
     assert seen.stage == "decode.generate"
-    assert seen.wait is not None and seen.wait.reason == "preempted"
+    assert seen.wait is not None
+    assert (seen.wait.reason, seen.wait.stage) == ("preempted", "decode.preempted")
     watched.feed([m for m in pd_moments() if m[1] is Mark.RESUMED])
     assert watched.at(14_100).wait is None
 

@@ -130,9 +130,45 @@ def test_traces_come_first_and_an_exact_id_in_flight_beats_a_beginning(
     nobody = invoke("why", "nobody", "--from", tmp_path)
     assert nobody.exit_code == 2
     assert nobody.stderr == (
-        "pdtrace: none of 2 requests has an id that begins with 'nobody', "
-        "nor has one of 1 in flight\n"
+        "pdtrace: no request has an id that begins with 'nobody': looked through 2 finished in "
+        f"{tmp_path} and 1 in flight\n"
     )
+    assert "; the closest: 'req-9'" in invoke("why", "eq-9", "--from", tmp_path).stderr
+
+
+def test_id_that_came_again_is_not_only_the_finished_one(
+    tmp_path: Path, recorders: Mapping[Role, Recorder]
+) -> None:
+    record_request(recorders, request_id="again")
+    run_once(tmp_path)
+    hold(recorders, "again")
+    result = invoke("why", "again", "--from", tmp_path)
+    assert result.exit_code == 2
+    assert "'again' names 2 requests; give a longer id or a trace id" in result.stderr
+    assert result.stderr.count("so far") == 1
+    [line] = [line for line in result.stderr.splitlines() if "so far" in line]
+    trace_id = line.split("trace ")[1].split()[0]
+    assert invoke("why", trace_id, "--from", tmp_path).stdout.startswith("again has been in flight")
+
+
+@pytest.mark.parametrize("damage", ["format", "cut", "foreign"])
+def test_rings_that_cannot_be_read_do_not_pass_for_an_idle_server(
+    tmp_path: Path, damage: str
+) -> None:
+    for recorder in open_recorders(tmp_path / "rings", roles=ROLES).values():
+        recorder.close()
+    for path in (tmp_path / "rings").glob("*.ring"):
+        data = bytearray(path.read_bytes())
+        if damage == "format":
+            data[8] = 255
+        path.write_bytes({"format": data, "cut": data[:5000], "foreign": b"hello" * 2000}[damage])
+    for arguments in (["why", "--in-flight"], ["why"], ["why", "x"]):
+        result = invoke(*arguments, "--from", tmp_path)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "what is in flight cannot be told: " in result.stderr
+        assert ".ring " in result.stderr
+    result = invoke("top", "--once", "--from", tmp_path)
+    assert result.stdout.startswith("What is in flight cannot be told.\n")
 
 
 def run_once(directory: Path) -> None:
@@ -170,6 +206,8 @@ def test_in_flight_needs_rings_and_excludes_an_id(tmp_path: Path) -> None:
     result = invoke("why", "--in-flight", "--from", tmp_path)
     assert result.exit_code == 2
     assert "holds no rings, so nothing can be in flight" in result.stderr
+    result = invoke("why", "--in-flight", "--from", tmp_path / "nothing")
+    assert (result.exit_code, "no such directory" in result.stderr) == (2, True)
     assert invoke("why", "x", "--in-flight").stderr == (
         "pdtrace: give an ID or --in-flight, not both\n"
     )
