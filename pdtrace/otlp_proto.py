@@ -61,14 +61,16 @@ def encode_request(spans: Iterable[Span]) -> ExportTraceServiceRequest:
 
 def serialize_request(spans: Iterable[Span]) -> bytes:
     """The export request in bytes. Raises ValueError for ids and times that OTLP cannot carry."""
-    parts: list[bytes] = []
+    parts: list[bytes] = []  # joined once: a message is large, and copying it takes time
     for resource, group in by_resource(spans):
         scope_spans = [_SCOPE]
-        for span in group:
-            _add_span(scope_spans, span)
+        _add_spans(scope_spans, group)
         scope_spans.append(_SCHEMA)
-        resource_spans = _resources[resource] + _field(b"\x12", b"".join(scope_spans)) + _SCHEMA
-        parts.append(_field(b"\x0a", resource_spans))
+        size = sum(map(len, scope_spans))
+        head = _resources[resource] + b"\x12" + _varint(size)
+        parts += (b"\x0a", _varint(len(head) + size + len(_SCHEMA)), head)
+        parts += scope_spans
+        parts.append(_SCHEMA)
     return b"".join(parts)
 
 
@@ -235,33 +237,38 @@ def _resource(resource: Resource) -> bytes:
 _resources = PerResource(_resource)
 
 
-def _add_span(parts: list[bytes], span: Span) -> None:
-    parent_id = span.parent_id
-    if parent_id:
-        head = bytes.fromhex(f"0a10{span.trace_id}1208{span.span_id}2208{parent_id}")
-        if len(head) != 38:
-            raise ValueError(f"ids {span.trace_id}, {span.span_id}, {parent_id} have no OTLP form")
-    else:
-        head = bytes.fromhex(f"0a10{span.trace_id}1208{span.span_id}")
-        if len(head) != 28:
-            raise ValueError(f"ids {span.trace_id}, {span.span_id} have no OTLP form")
-    try:
-        times = _pack_times(_START, span.start_ns, _END, span.end_ns, _FLAGS, span_flags(span))
-    except struct.error:
-        raise ValueError(f"times {span.start_ns}, {span.end_ns} have no OTLP form") from None
-    body = [head, times, _names[span.name], _KINDS[span.kind]]
-    dropped = _SPAN_ATTRIBUTES.add(body, span.attributes)
-    if dropped:
-        body.append(b"\x50" + _varint(dropped))
-    if span.trace_state:
-        body.append(_text_field(b"\x1a", span.trace_state))
-    if span.events:
-        body += [_field(b"\x5a", _event(event)) for event in span.events]
-    if span.links:
-        body += [_field(b"\x6a", _link(link)) for link in span.links]
-    body.append(_status(span) if span.status else b"\x7a\x00")
-    payload = b"".join(body)
-    parts += (b"\x12", _varint(len(payload)), payload)
+def _add_spans(parts: list[bytes], spans: Iterable[Span]) -> None:
+    trace_id, trace_head = "", b""
+    add_attributes, unhex = _SPAN_ATTRIBUTES.add, bytes.fromhex
+    for span in spans:
+        parent_id = span.parent_id
+        if span.trace_id != trace_id:
+            trace_id = span.trace_id
+            trace_head = unhex(f"0a10{trace_id}1208")
+        if parent_id:
+            ids = unhex(f"{span.span_id}2208{parent_id}")
+            flags = span_flags(span)
+        else:
+            ids, flags = unhex(span.span_id), FLAG_HAS_IS_REMOTE
+        if len(trace_head) != 20 or len(ids) != (18 if parent_id else 8):
+            raise ValueError(f"ids {trace_id}, {span.span_id}, {parent_id} have no OTLP form")
+        try:
+            times = _pack_times(_START, span.start_ns, _END, span.end_ns, _FLAGS, flags)
+        except struct.error:
+            raise ValueError(f"times {span.start_ns}, {span.end_ns} have no OTLP form") from None
+        body = [trace_head, ids, times, _names[span.name], _KINDS[span.kind]]
+        dropped = add_attributes(body, span.attributes)
+        if dropped:
+            body.append(b"\x50" + _varint(dropped))
+        if span.trace_state:
+            body.append(_text_field(b"\x1a", span.trace_state))
+        if span.events:
+            body += [_field(b"\x5a", _event(event)) for event in span.events]
+        if span.links:
+            body += [_field(b"\x6a", _link(link)) for link in span.links]
+        body.append(_status(span) if span.status else b"\x7a\x00")
+        payload = b"".join(body)
+        parts += (b"\x12", _varint(len(payload)), payload)
 
 
 def _event(event: Event) -> bytes:
