@@ -32,7 +32,7 @@ import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -49,6 +49,7 @@ SERVERS: Mapping[str, tuple[bool, bool]] = {  # name → recording, exporting
 _START_S = 180.0
 _STOP_S = 30.0
 
+T = TypeVar("T")
 Spread = tuple[float, float, float]
 """Median, lowest, highest."""
 
@@ -60,34 +61,47 @@ def spread(values: Sequence[float]) -> Spread:
     return statistics.median(values), min(values), max(values)
 
 
-def in_random_order(names: Sequence[str]) -> list[str]:
+def in_random_order(names: Sequence[T]) -> list[T]:
     """The order of one round."""
     return random.sample(list(names), len(names))
 
 
-def bench_loop(rounds: int, seconds: float, endpoint: str) -> dict[str, Any]:
-    """Slow-down of a step per rate and variant, against `off` of the same round."""
-    result: dict[str, Any] = {}
-    for rate in RATES:
-        ratios: dict[str, dict[str, list[float]]] = {
-            name: {"mean": [], "p99": [], "thread": []} for name in step_loop.VARIANTS[1:]
+def bench_loop(turns: int, seconds: float, endpoint: str) -> dict[str, Any]:
+    """Slow-down of a step per rate and variant, against `off` of the same turn."""
+    rounds = step_loop.calibrate()
+    return {str(rate): _loop_at(rate, turns, seconds, rounds, endpoint) for rate in RATES}
+
+
+def _loop_at(
+    rate: int, turns: int, seconds: float, rounds: int, endpoint: str
+) -> dict[str, dict[str, Spread]]:
+    ratios: dict[str, dict[str, list[float]]] = {}
+
+    def compare(name: str, found: step_loop.Steps, base: step_loop.Steps) -> None:
+        kinds = ratios.setdefault(name, {"median": [], "mean": [], "p99": []})
+        kinds["median"].append(found.median_s / base.median_s)
+        kinds["mean"].append(found.mean_s / base.mean_s)
+        kinds["p99"].append(found.p99_s / base.p99_s)
+
+    def turn(variants: Sequence[str], length_s: float) -> Mapping[str, step_loop.Steps]:
+        return step_loop.run_turn(
+            variants, rate=rate, seconds=length_s, rounds=rounds, endpoint=endpoint
+        )
+
+    for number in range(turns):
+        _progress.print(f"loop: {rate} marks/s, round {number + 1} of {turns}")
+        mixed = turn(step_loop.MIXED, len(step_loop.MIXED) * seconds)
+        for name in step_loop.MIXED[1:]:
+            compare(name, mixed[name], mixed["off"])
+        beside = {
+            variants: turn(variants, seconds)
+            for variants in in_random_order((step_loop.OFF, step_loop.SDK))
         }
-        for number in range(rounds):
-            _progress.print(f"loop: {rate} marks/s, round {number + 1} of {rounds}")
-            turns = {
-                name: step_loop.run_turn(name, rate, seconds, endpoint)
-                for name in in_random_order(step_loop.VARIANTS)
-            }
-            base = turns["off"]
-            for name, found in ratios.items():
-                found["mean"].append(turns[name].mean_s / base.mean_s)
-                found["p99"].append(turns[name].p99_s / base.p99_s)
-                found["thread"].append(turns[name].thread_s / base.thread_s)
-        result[str(rate)] = {
-            name: {kind: spread(values) for kind, values in found.items()}
-            for name, found in ratios.items()
-        }
-    return result
+        compare("SDK", beside[step_loop.SDK]["SDK"], beside[step_loop.OFF]["off"])
+    return {
+        name: {kind: spread(values) for kind, values in found.items()}
+        for name, found in ratios.items()
+    }
 
 
 def bench_server(rounds: int, load: server_load.Load, endpoint: str) -> dict[str, Any]:
@@ -220,15 +234,13 @@ def _percent(values: Spread) -> str:
 
 def _show(result: Mapping[str, Any], console: Console) -> None:
     if "loop" in result:
-        table = Table("marks/s", "variant", "step, mean", "step, p99", "its CPU", title="step loop")
+        table = Table(
+            "marks/s", "variant", "step, median", "step, mean", "step, p99", title="step loop"
+        )
         for rate, variants in result["loop"].items():
             for name, found in variants.items():
                 table.add_row(
-                    rate,
-                    name,
-                    _percent(found["mean"]),
-                    _percent(found["p99"]),
-                    _percent(found["thread"]),
+                    rate, name, *(_percent(found[kind]) for kind in ("median", "mean", "p99"))
                 )
         console.print(table)
     if "server" in result:

@@ -1,99 +1,123 @@
 """An engine-like loop: what recording does to the steps of the thread that serves.
 
 A step is about 0.6 ms of Python and a wait of 1 ms that holds no interpreter lock, as an engine
-that drives a GPU does. Marks (or SDK spans) are spread evenly over the steps to reach a rate. Every
-variant runs in a process of its own, so that no exporter's thread outlives its turn; its child
-prints the length of each step. `off` runs twice under two names: what the two differ by is what
-this method cannot tell apart.
+that drives a GPU does. Marks with four attributes (or SDK spans with as many) are spread evenly
+over the steps to reach a rate.
+
+Recording has no thread of its own, so its steps are mixed with steps that record nothing, in random
+order within one process: both meet the same neighbours. They come in runs of `RUN`, since an engine
+records in every step and finds its code in the caches. Steps that record nothing are drawn under
+two names, `off` and `off again`; what these differ by is what the method cannot tell apart. The
+SDK's exporting thread would disturb the other steps, so its turns run in processes of their own,
+against turns of `off` right beside them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 PYTHON_S = 0.0006
 WAIT_S = 0.001
-WARM_UP = 100
-VARIANTS = ("off", "off again", "recorder", "SDK")
+RUN = 20
+LEFT_OUT = 2  # of each run: they still feel the variant before
+MIXED = ("off", "off again", "recorder")
+OFF = ("off",)
+SDK = ("SDK",)
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Seconds: the mean and the 99th percentile of one turn's steps, and its processor time per
-    step, of the thread that steps."""
+    """Seconds of one variant's steps in one turn: median, mean without the longest hundredth, 99th
+    percentile."""
 
+    median_s: float
     mean_s: float
     p99_s: float
-    thread_s: float
+
+    @classmethod
+    def of(cls, lengths: Sequence[float]) -> Steps:
+        """The numbers of these steps."""
+        ordered = sorted(lengths)
+        most = ordered[: max(1, int(len(ordered) * 0.99))]
+        return cls(
+            median_s=statistics.median(ordered),
+            mean_s=statistics.fmean(most),
+            p99_s=ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))],
+        )
 
 
-def run_turn(variant: str, rate: int, seconds: float, endpoint: str) -> Steps:
-    """One turn of one variant in a fresh process. `endpoint` takes the SDK's OTLP over HTTP."""
-    command = [sys.executable, "-m", "benchmarks.step_loop", "--variant", variant]
-    command += ["--rate", str(rate), "--seconds", str(seconds), "--endpoint", endpoint]
-    finished = subprocess.run(command, check=True, capture_output=True, text=True)
+def calibrate() -> int:
+    """How many rounds of the Python part take `PYTHON_S` here."""
+    rounds = 20_000
+    fastest = min(_spin_seconds(rounds) for _ in range(9))
+    return max(1, round(rounds * PYTHON_S / fastest))
+
+
+def run_turn(
+    variants: Sequence[str], *, rate: int, seconds: float, rounds: int, endpoint: str
+) -> Mapping[str, Steps]:
+    """One turn in a fresh process, its steps drawn from `variants`.
+
+    rounds    of the Python part, from `calibrate`: the same work in every process
+    endpoint  takes the SDK's OTLP over HTTP
+    """
+    command = [sys.executable, "-m", "benchmarks.step_loop", *variants]
+    command += ["--rate", str(rate), "--seconds", str(seconds), "--rounds", str(rounds)]
+    finished = subprocess.run(
+        [*command, "--endpoint", endpoint], check=True, capture_output=True, text=True
+    )
     numbers = json.loads(finished.stdout.splitlines()[-1])
-    return Steps(mean_s=numbers["mean_s"], p99_s=numbers["p99_s"], thread_s=numbers["thread_s"])
+    return {name: Steps(**found) for name, found in numbers.items()}
 
 
-def _spin_count() -> int:
-    """How many turns of the Python part take `PYTHON_S` here."""
-    turns = 20_000
-    fastest = min(_spin_seconds(turns) for _ in range(5))
-    return max(1, round(turns * PYTHON_S / fastest))
-
-
-def _spin_seconds(turns: int) -> float:
+def _spin_seconds(rounds: int) -> float:
     begin = time.perf_counter()
-    _spin(turns)
+    _spin(rounds)
     return time.perf_counter() - begin
 
 
-def _spin(turns: int) -> int:
+def _spin(rounds: int) -> int:
     total = 0
-    for number in range(turns):
+    for number in range(rounds):
         total += number & 7
     return total
 
 
-def _measure(emit: Callable[[], None], rate: int, seconds: float) -> Steps:
-    turns = _spin_count()
+def _measure(
+    emits: Mapping[str, Callable[[], None]], *, rate: int, seconds: float, rounds: int
+) -> dict[str, Steps]:
     per_step = rate * (PYTHON_S + WAIT_S)
-    owed = 0.0
-    lengths: list[float] = []
+    owed = dict.fromkeys(emits, 0.0)
+    lengths: dict[str, list[float]] = {name: [] for name in emits}
+    names = list(emits)
     clock, sleep = time.perf_counter, time.sleep
     end_s = clock() + seconds
-    used_s = time.thread_time()
-    while True:
-        begin = clock()
-        _spin(turns)
-        owed += per_step
-        while owed >= 1:
-            owed -= 1
-            emit()
-        sleep(WAIT_S)
-        ended = clock()
-        lengths.append(ended - begin)
-        if len(lengths) == WARM_UP:
-            used_s = time.thread_time()
-        if ended >= end_s and len(lengths) > 2 * WARM_UP:
-            break
-    used_s = time.thread_time() - used_s
-    measured = sorted(lengths[WARM_UP:])
-    return Steps(
-        mean_s=statistics.fmean(measured),
-        p99_s=measured[int(len(measured) * 0.99)],
-        thread_s=used_s / len(measured),
-    )
+    while clock() < end_s or not all(lengths.values()):
+        name = random.choice(names)
+        emit = emits[name]
+        due = owed[name]
+        for number in range(RUN):
+            due += per_step
+            begin = clock()
+            _spin(rounds)
+            while due >= 1:
+                due -= 1
+                emit()
+            sleep(WAIT_S)
+            if number >= LEFT_OUT:
+                lengths[name].append(clock() - begin)
+        owed[name] = due
+    return {name: Steps.of(found) for name, found in lengths.items()}
 
 
 def _recorder_emit(directory: Path) -> Callable[[], None]:
@@ -110,9 +134,7 @@ def _recorder_emit(directory: Path) -> Callable[[], None]:
 
 
 def _sdk_emit(endpoint: str) -> Callable[[], None]:
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
-        OTLPSpanExporter,
-    )
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -128,31 +150,38 @@ def _sdk_emit(endpoint: str) -> Callable[[], None]:
     return emit
 
 
+def _nothing() -> None:
+    pass
+
+
 def main() -> int:
-    """One turn of one variant; prints one JSON object."""
+    """One turn; prints one JSON object."""
     parser = argparse.ArgumentParser(description="One turn of the engine-like loop.")
-    parser.add_argument("--variant", choices=VARIANTS, required=True)
+    parser.add_argument("variants", nargs="+", choices=(*MIXED, *SDK))
     parser.add_argument("--rate", type=int, required=True, help="marks or spans per second")
     parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=0, help="of the Python part; 0: calibrate")
     parser.add_argument("--endpoint", default="http://127.0.0.1:4318")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pdtrace-bench-") as folder:
-        if given.variant == "recorder":
-            emit = _recorder_emit(Path(folder))
-        elif given.variant == "SDK":
-            emit = _sdk_emit(given.endpoint)
-        else:
-            emit = _nothing
-        steps = _measure(emit, given.rate, given.seconds)
-    print(
-        json.dumps({"mean_s": steps.mean_s, "p99_s": steps.p99_s, "thread_s": steps.thread_s}),
-        flush=True,
-    )
+        make: Mapping[str, Callable[[], Callable[[], None]]] = {
+            "off": lambda: _nothing,
+            "off again": lambda: _nothing,
+            "recorder": lambda: _recorder_emit(Path(folder)),
+            "SDK": lambda: _sdk_emit(given.endpoint),
+        }
+        steps = _measure(
+            {name: make[name]() for name in given.variants},
+            rate=given.rate,
+            seconds=given.seconds,
+            rounds=given.rounds or calibrate(),
+        )
+    numbers = {
+        name: {"median_s": found.median_s, "mean_s": found.mean_s, "p99_s": found.p99_s}
+        for name, found in steps.items()
+    }
+    print(json.dumps(numbers), flush=True)
     return 0
-
-
-def _nothing() -> None:
-    pass
 
 
 if __name__ == "__main__":
