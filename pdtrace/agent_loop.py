@@ -26,6 +26,7 @@ from pdtrace.delivery import Delivery
 from pdtrace.errors import PdtraceError
 from pdtrace.export import ExportPlan
 from pdtrace.inflight import InFlight, Look
+from pdtrace.logtext import one_line
 from pdtrace.losses import STATE_NAME, Losses
 from pdtrace.otlp import decode_line
 from pdtrace.process_view import needed_by
@@ -35,12 +36,18 @@ from pdtrace.spans import AttrValue, Span
 from pdtrace.stages import ROOT_SPAN
 from pdtrace.steps import StepPolicy, StepWatch, is_step, step_delivery
 from pdtrace.stopping import Stop
-from pdtrace.stuck import RollingStageTimes, StuckPolicy, StuckWatch
+from pdtrace.stuck import RollingStageTimes, StuckPolicy, StuckWatch, rest_of
 from pdtrace.tails import DEFAULT_KEEP_RINGS, RingState, RingTails
 from pdtrace.tracker import DEFAULT_GRACE_NS, DEFAULT_MAX_OPEN, RequestTracker
 
 KEEPS_UP_S = 5.0
 """An agent whose loop has not gone round, or that is behind the rings, for longer is unwell."""
+
+MAX_STUCK_LINES = 20
+"""Stuck requests that get a log line of their own at a time; the others are added up."""
+
+MAX_STUCK_KEPT = 10_000
+"""Requests in flight of which the state says that they were reported; the latest."""
 
 _LOOK_SHARE = 0.05
 """Part of the agent's time that looking for stuck requests may take, however many are open."""
@@ -106,7 +113,8 @@ class Metrics(Protocol):
 class _State(msgspec.Struct, frozen=True, kw_only=True):
     """What a restarted agent needs. Requests finished since `sink` stand in the sink's files.
 
-    stuck  its StuckPolicy, for who judges in its place while it is stopped
+    stuck     its StuckPolicy, for who judges in its place while it is stopped
+    reported  what was reported as stuck of requests in flight, by root
     """
 
     version: int = 1
@@ -114,6 +122,7 @@ class _State(msgspec.Struct, frozen=True, kw_only=True):
     sink: SinkPosition = SinkPosition()
     losses: Losses = Losses()
     stuck: dict[str, Any] = {}
+    reported: dict[str, tuple[Stuck, ...]] = {}
 
 
 class Agent:
@@ -408,7 +417,7 @@ class Agent:
             _log.error(
                 "%s request %s failed; further errors like it are only counted",
                 doing,
-                request.request_id,
+                one_line(request.request_id),
                 exc_info=error,
             )
 
@@ -423,9 +432,13 @@ class Agent:
         """Looks at everything in flight, at most for `_LOOK_SHARE` of the time."""
         begin_s = time.monotonic()
         at_ns = time.monotonic_ns()
-        for report in self._watch.check(self._in_flight(at_ns)):
-            request = report.request
+        reports = self._watch.check(self._in_flight(at_ns))
+        for report in reports[:MAX_STUCK_LINES]:
             _log.warning("%s", report.line())
+        if len(reports) > MAX_STUCK_LINES:
+            _log.warning("%s", rest_of(reports[MAX_STUCK_LINES:]))
+        for report in reports:
+            request = report.request
             self._summary.stuck += 1
             with self._tails.lock:
                 self._tracker.mark_stuck(
@@ -464,6 +477,8 @@ class Agent:
         if state.sink > (self._delivery.position or SinkPosition()):  # somebody removed files
             state = msgspec.structs.replace(state, sink=SinkPosition())
         self._state = state
+        self._watch.restore(state.reported)
+        self._tracker.remember_stuck(state.reported)
         self._remember_delivered(state.sink)
 
     def _remember_delivered(self, since: SinkPosition | None) -> None:
@@ -491,7 +506,9 @@ class Agent:
         self._steps.keep(self._tails.live)
         rings, sink = self._tails.states(self._delivery.position or SinkPosition())
         stuck = dataclasses.asdict(self.config.stuck)
-        state = _State(rings=rings, sink=sink, losses=self.losses(), stuck=stuck)
+        with self._tails.lock:
+            reported = self._tracker.stuck_ones(MAX_STUCK_KEPT)
+        state = _State(rings=rings, sink=sink, losses=self.losses(), stuck=stuck, reported=reported)
         if path is None or self._save(path, state):
             self._summary.rings_deleted += self._tails.delete_old(self.config.keep_rings)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from pdtrace.collected import CollectedRequest
 from pdtrace.export import ExportPlan
 from pdtrace.export_queue import ExportQueue
+from pdtrace.logtext import one_line
 from pdtrace.otlp import encode_line
 from pdtrace.sink import MAX_FILE_BYTES, MAX_FILES, FileSink, SinkPosition, lines_since
 from pdtrace.spans import Span
@@ -129,6 +130,6 @@ class Delivery:
             self._failed = True
             _log.error(
                 "the spans of request %s cannot be written, further ones are counted: %s",
-                request.request_id,
-                error,
+                one_line(request.request_id),
+                one_line(str(error)),
             )

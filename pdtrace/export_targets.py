@@ -22,6 +22,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from pdtrace.export_queue import TAKEN, Answer, Sent, Target
+from pdtrace.logtext import one_line
 from pdtrace.otlp_proto import encode_request, readable_spans, serialize_request
 from pdtrace.span_limits import Dropped, SpanLimits, limit_span
 from pdtrace.spans import Event, Link, Resource, Span, SpanKind, StatusCode
@@ -106,7 +107,7 @@ class _SdkTarget:
         if self._exporter.export(limited_readable_spans(spans, self._limits)).name == "SUCCESS":
             return TAKEN
         # The SDK does not say why; it has tried again by itself already.
-        return Answer(sent=Sent.RETRY, reason=_one_line(self._said.text))
+        return Answer(sent=Sent.RETRY, reason=one_line(self._said.text))
 
     @contextmanager
     def _quietly(self) -> Generator[None]:
@@ -174,7 +175,7 @@ class _GrpcTarget(_SdkTarget):
         except RpcError as error:
             return _grpc_answer(error, self._timeout_s)
         except ValueError as error:  # the channel was closed meanwhile
-            return Answer(sent=Sent.RETRY, reason=_one_line(str(error)), code="closed")
+            return Answer(sent=Sent.RETRY, reason=one_line(str(error)), code="closed")
         return _taken(response)
 
 
@@ -279,7 +280,7 @@ def _taken(response: Any) -> Answer:
         return TAKEN
     return Answer(
         sent=Sent.OK,
-        reason=_one_line(partial.error_message),
+        reason=one_line(partial.error_message),
         code="partial",
         rejected=max(partial.rejected_spans, 0),
     )
@@ -291,10 +292,10 @@ def _words(kind: str, body: bytes) -> str:
         try:
             from google.rpc.status_pb2 import Status  # noqa: PLC0415
 
-            return _one_line(Status.FromString(body).message)
+            return one_line(Status.FromString(body).message)
         except Exception:  # not the message that the specification asks for
             return ""
-    return _one_line(body[: 4 * MAX_REASON_CHARS].decode(errors="replace"))
+    return one_line(body[: 4 * MAX_REASON_CHARS].decode(errors="replace"), MAX_REASON_CHARS)
 
 
 def _retry_after(value: str | None) -> float | None:
@@ -313,7 +314,7 @@ def _retry_after(value: str | None) -> float | None:
 
 def _grpc_answer(error: Any, timeout_s: float) -> Answer:
     code = str(error.code().name)
-    words = _one_line(error.details() or "")
+    words = one_line(error.details() or "")
     reason = f"{code}: {words}" if words else code
     if code == "DEADLINE_EXCEEDED":
         reason = f"no answer within {timeout_s:g} s ({code})"
@@ -358,13 +359,7 @@ def connection_fault(error: BaseException | None, timeout_s: float) -> str:
         return f"no answer within {timeout_s:g} s"
     last = seen[-1]
     words = last.strerror if isinstance(last, OSError) and last.strerror else str(last)
-    return _one_line(words) or type(last).__name__
-
-
-def _one_line(text: str) -> str:
-    """Words of somebody else for our log: printable, on one line, cut."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return line if len(line) <= MAX_REASON_CHARS else line[:MAX_REASON_CHARS] + "…"
+    return one_line(words) or type(last).__name__
 
 
 # -- encoding --------------------------------------------------------------------------------

@@ -14,18 +14,21 @@ called, and one whose p99 is 20 s is not stuck at 15 s just because its deadline
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdtrace import semconv as a
 from pdtrace.inflight import InFlight
+from pdtrace.logtext import one_line
 from pdtrace.spans import Span
 from pdtrace.stages import CHAINS, STAGE_BY_NAME, STAGES, Outcome, Scale
 
 _CHAIN_STAGES = frozenset(stage.name for chain in CHAINS.values() for stage in chain)
 _AS_LONG_AS_ASKED = frozenset(s.name for s in STAGES if s.scale is Scale.OUTPUT_TOKENS)
 """How long an answer is, is the caller's choice: many short ones say little of a long one."""
+
+_MAX_PLACES = 8
 
 _STAGE, _BEGIN, _END = a.STAGE.key, a.BEGIN_NS.key, a.END_NS.key
 
@@ -95,11 +98,11 @@ class StuckReport:
     def line(self) -> str:
         """One line for the log: who, where, how long, what it waits for and who is in its way."""
         request = self.request
-        where = f" on {request.worker}" if request.worker else ""
+        where = f" on {one_line(request.worker)}" if request.worker else ""
         text = (
-            f"request {request.request_id} (trace {request.trace_id}, attempt {request.attempt}) "
-            f"is stuck in {self.stage}{where}: {request.stage_age_s:.1f} s old, above "
-            f"{self.threshold_s:.1f} s"
+            f"request {one_line(request.request_id)} (trace {request.trace_id}, "
+            f"attempt {request.attempt}) is stuck in {self.stage}{where}: "
+            f"{request.stage_age_s:.1f} s old, above {self.threshold_s:.1f} s"
         )
         wait = request.wait
         if wait is None:
@@ -114,8 +117,10 @@ class StuckReport:
             )
             if value is not None
         )
-        text += f"; waits for {wait.reason}" + (f" ({numbers})" if numbers else "")
-        return text + (f", blocked by {', '.join(wait.blockers)}" if wait.blockers else "")
+        text += f"; waits for {one_line(wait.reason)}" + (f" ({numbers})" if numbers else "")
+        return text + (
+            f", blocked by {', '.join(map(one_line, wait.blockers))}" if wait.blockers else ""
+        )
 
 
 class StuckWatch:
@@ -128,6 +133,10 @@ class StuckWatch:
     def is_reported(self, root_span_id: str) -> bool:
         """Whether a request in flight was reported."""
         return root_span_id in self._reported
+
+    def restore(self, root_span_ids: Iterable[str]) -> None:
+        """Requests in flight that were reported before."""
+        self._reported.update(root_span_ids)
 
     def check(self, in_flight: Sequence[InFlight]) -> list[StuckReport]:
         """Of all requests in flight, with their `p99_s`: those not reported before."""
@@ -143,6 +152,18 @@ class StuckWatch:
         self._reported &= open_ids
         self._reported.update(report.request.root_span_id for report in reports)
         return reports
+
+
+def rest_of(reports: Sequence[StuckReport]) -> str:
+    """One line for many requests that became stuck at once."""
+    places = Counter((report.stage, report.request.worker) for report in reports)
+    shown = [
+        f"{count} in {stage}" + (f" on {one_line(worker)}" if worker else "")
+        for (stage, worker), count in places.most_common(_MAX_PLACES)
+    ]
+    if len(places) > _MAX_PLACES:
+        shown.append("and elsewhere")
+    return f"{len(reports)} further requests are stuck: {', '.join(shown)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import msgspec
 from pdtrace.collected import Process
 from pdtrace.errors import RingError
 from pdtrace.inflight import ProcessNow
+from pdtrace.logtext import one_line
 from pdtrace.losses import LossBook, Losses, WriterEnd
 from pdtrace.process_view import process_now, processes_gone
 from pdtrace.resource import process_of
@@ -516,8 +517,8 @@ class RingTails:
         self._book.count(name, missed=missed, torn=torn, unknown=unknown)
         if missed:
             self._say_once(
-                f"{reader.identity.instance} records faster than the agent reads: records "
-                "were overwritten, and are counted. Give its recorder a larger ring"
+                f"{one_line(reader.identity.instance)} records faster than the agent reads: "
+                "records were overwritten, and are counted. Give its recorder a larger ring"
             )
         return sum(1 for record in records if isinstance(record, LossRecord))
 

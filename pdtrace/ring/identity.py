@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote
 
+import msgspec
+
 from pdtrace.clock import SYSTEM_CLOCK, Clock, take_anchor
 from pdtrace.ring.codec import SCHEMA
 from pdtrace.ring.layout import ResourceValue, RingIdentity
@@ -46,7 +48,7 @@ def make_identity(
     attributes = dict(resource)
     attributes.pop("service.instance.id", None)
     own_host_id = str(attributes.pop("host.id", ""))
-    return RingIdentity(
+    identity = RingIdentity(
         role=role,
         instance=instance,
         pid=os.getpid(),
@@ -60,6 +62,22 @@ def make_identity(
         resource=attributes,
         schema=SCHEMA,
     )
+    # An environment variable may hold any bytes, as lone surrogates: no reason not to serve.
+    texts = {
+        name: _valid(value)
+        for name, value in msgspec.structs.asdict(identity).items()
+        if type(value) is str
+    }
+    valid_resource = {
+        _valid(key): _valid(value) if isinstance(value, str) else value
+        for key, value in identity.resource.items()
+    }
+    return msgspec.structs.replace(identity, **texts, resource=valid_resource)
+
+
+def _valid(text: str) -> str:
+    """Text that UTF-8 can carry: lone surrogates become `?`."""
+    return text.encode(errors="replace").decode()
 
 
 def read_host_id() -> str:

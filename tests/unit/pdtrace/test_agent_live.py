@@ -23,8 +23,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from pdtrace import semconv as a
-from pdtrace.agent import Agent, AgentConfig, main, run_agent
+from pdtrace.agent import STATE_NAME, Agent, AgentConfig, main, run_agent
 from pdtrace.agent_http import read_address
+from pdtrace.agent_loop import MAX_STUCK_LINES
 from pdtrace.agent_metrics import AgentMetrics
 from pdtrace.delivery import TRACES_NAME, Delivery
 from pdtrace.inflight import Look, ProcessNow, ProcessState
@@ -221,6 +222,47 @@ def test_stuck_request_is_reported_once_and_its_span_says_so(
         if event.name == "pd.stuck"
     }
     assert marked == {("stuck", "decode.reserve", "pd.stuck")}
+
+
+def test_stuck_request_is_reported_once_over_restarts_and_its_span_says_so(
+    tmp_path: Path, recorders: Mapping[Role, Recorder], caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = StuckPolicy(floor_s=0.01, deadlines={"decode.reserve": 0.1})
+    config = dataclasses.replace(QUICK, stuck=policy)
+    traces = reserving(recorders, "stuck")
+    for _ in range(3):
+        agent = Agent(tmp_path / "rings", out=tmp_path, config=config)
+        until(
+            lambda agent=agent: (agent.poll(), agent.look().requests)[1],
+            lambda requests: len(requests) == 1 and requests[0].stuck,
+        )
+        agent.close()
+    assert caplog.text.count("is stuck in") == 1
+    finish(traces)
+    agent = Agent(tmp_path / "rings", out=tmp_path, config=config)
+    until(lambda: (agent.poll(), len(written(tmp_path)))[1], lambda count: count == 1)
+    agent.close()
+    [spans] = written(tmp_path)
+    marked = [(span.name, event.name) for span in spans for event in span.events]
+    assert marked.count(("decode.reserve", "pd.stuck")) == 1
+    assert not json.loads((tmp_path / STATE_NAME).read_bytes()).get("reported")
+
+
+def test_many_requests_that_become_stuck_at_once_are_a_few_lines(
+    tmp_path: Path, recorders: Mapping[Role, Recorder], caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = StuckPolicy(floor_s=0.01, deadlines={"decode.reserve": 0.1})
+    config = dataclasses.replace(QUICK, stuck=policy, stuck_s=0.5)
+    metrics = AgentMetrics()
+    agent = Agent(tmp_path / "rings", out=tmp_path, metrics=metrics, config=config)
+    for number in range(50):
+        reserving(recorders, f"stuck-{number}")
+    time.sleep(0.2)
+    until(lambda: (agent.poll(), agent.summary().stuck)[1], lambda stuck: stuck == 50)
+    assert all(request.stuck for request in agent.look().requests)
+    agent.close()
+    assert caplog.text.count("is stuck in") == MAX_STUCK_LINES
+    assert "30 further requests are stuck: 30 in decode.reserve on decode-0" in caplog.text
 
 
 def test_forward_passes_become_spans_once_over_restarts(

@@ -89,3 +89,14 @@ print(identity.read_host_id())
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == read_host_id() == first
+
+
+def test_bytes_that_are_no_text_do_not_keep_a_process_from_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=\udcff,k\udcfe=v")
+    monkeypatch.setenv("PDTRACE_HOST_ID", "host-\udcff")
+    Recorder.open(tmp_path, role=Role.DECODE, instance="d\ud800").close()
+    [found] = identities(tmp_path)
+    assert (found.instance, found.host_id) == ("d?", "host-?")
+    assert found.resource == {"team": "?", "k?": "v"}

@@ -10,7 +10,14 @@ import pytest
 from pdtrace import semconv as a
 from pdtrace.inflight import InFlight, WaitNow
 from pdtrace.spans import Resource, Span, SpanKind
-from pdtrace.stuck import RollingStageTimes, StuckPolicy, StuckWatch, parse_deadlines
+from pdtrace.stuck import (
+    RollingStageTimes,
+    StuckPolicy,
+    StuckReport,
+    StuckWatch,
+    parse_deadlines,
+    rest_of,
+)
 
 REQUEST = InFlight(
     request_id="req-1",
@@ -186,3 +193,35 @@ def test_only_completed_requests_teach_and_old_ones_are_forgotten() -> None:
     usual = times.of("pd", "transfer")
     assert usual is not None
     assert (usual.usual_s, usual.p99_s) == (0.001, 0.001)
+
+
+def test_report_is_one_line_whatever_ids_hold() -> None:
+    wait = WaitNow(reason="kv_pages", blockers=("a\nb", "c\x1b[2J"), age_s=1.0)
+    request = msgspec.structs.replace(
+        REQUEST, request_id="evil\n2026-01-01 ERROR forged\r", worker="d\u2028", wait=wait
+    )
+    line = StuckReport(request=request, stage="decode.reserve", threshold_s=1.0).line()
+    assert line.isprintable()
+    assert "request evil 2026-01-01 ERROR forged (trace" in line
+    assert line.endswith("blocked by a b, c [2J")
+
+
+def test_many_reports_are_one_line_with_places() -> None:
+    reports = [
+        StuckReport(
+            request=msgspec.structs.replace(REQUEST, worker=worker),
+            stage=stage,
+            threshold_s=1.0,
+        )
+        for stage, worker in [("decode.reserve", "decode-0")] * 3 + [("hop.dispatch", None)]
+    ]
+    assert rest_of(reports) == (
+        "4 further requests are stuck: 3 in decode.reserve on decode-0, 1 in hop.dispatch"
+    )
+
+
+def test_request_reported_by_a_former_watch_is_not_reported_again() -> None:
+    watch = StuckWatch(StuckPolicy())
+    watch.restore([REQUEST.root_span_id])
+    assert watch.check([REQUEST]) == []
+    assert watch.is_reported(REQUEST.root_span_id)
