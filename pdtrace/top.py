@@ -376,10 +376,13 @@ def _gauges(gauges: Mapping[str, int]) -> str:
     parts: list[str] = []
     total, free = gauges.get("kv_pages_total"), gauges.get("kv_pages_free")
     if total and free is not None:
-        reserved = gauges.get("kv_pages_reserved")
-        parts.append(
-            f"KV {free} of {total} pages free" + (f", {reserved} reserved" if reserved else "")
-        )
+        # Cached pages come free when they are needed.
+        more = [
+            f", {gauges[name]} {word}"
+            for name, word in (("kv_pages_cached", "cached"), ("kv_pages_reserved", "reserved"))
+            if gauges.get(name)
+        ]
+        parts.append(f"KV {free} of {total} pages free{''.join(more)}")
     busy = [
         f"{gauges[name]} {word}"
         for name, word in (

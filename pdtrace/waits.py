@@ -28,9 +28,12 @@ def describe_wait(wait: Wait) -> str:
     if wait.position:
         clause += f"; {wait.position} ahead in the queue"
     blockers = wait.blockers or ((wait.blocker,) if wait.blocker else ())
-    if blockers and not (len(blockers) == 1 and blockers[0] in clause):
+    if blockers and not (len(blockers) == 1 and wait.reason in _NAMES_ITS_BLOCKER):
         clause += f"; behind {listed(blockers)}"
     return clause
+
+
+_NAMES_ITS_BLOCKER = frozenset({WaitReason.HEAD_OF_LINE, WaitReason.WORKER_BUSY})
 
 
 def describe_wait_now(stage: str | None, wait: WaitNow) -> str:
@@ -104,7 +107,8 @@ def _worker_busy(wait: Wait) -> str:
 
 
 def _by(wait: Wait) -> str:
-    return f": {wait.blocker}" if wait.blocker and len(wait.blockers) <= 1 else ""
+    blockers = wait.blockers or ((wait.blocker,) if wait.blocker else ())
+    return f": {blockers[0]}" if len(blockers) == 1 else ""
 
 
 def _concurrency(wait: Wait) -> str:

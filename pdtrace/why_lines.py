@@ -7,6 +7,7 @@ prints them makes them harmless.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from pdtrace import semconv as a
 from pdtrace.attributes import text as attribute_text
@@ -45,31 +46,62 @@ def _try_line(one: Try) -> str:
     return line + (f" ({one.reason})" if one.reason else "")
 
 
+@dataclass(slots=True)
+class _Spell:
+    """Waits one after another for one reason behind the same requests; `longest` speaks for all."""
+
+    first: Wait
+    longest: Wait
+    for_ns: int | None
+    is_open: bool
+
+    def line(self) -> str:
+        at_ns, wait = self.first.at_ns, self.longest
+        when = f" from {seconds_text(max(0, at_ns))}" if at_ns is not None else ""
+        held = f" for {seconds_text(self.for_ns)}" if self.for_ns is not None else ""
+        held += " so far" if self.is_open else ""
+        return f"{wait.stage}{when}{held}: {describe_wait(wait)}"
+
+
 def wait_lines(timeline: Timeline) -> Sequence[str]:
-    """Waits of the chain, and of stages inside it, by begin; told once while the cause stays."""
-    lines: list[str] = []
+    """Waits of the chain, and of stages inside it, by begin; of many the longest, and what goes on.
+
+    What changed but for numbers is told anew.
+    """
     chain = {stage.name for stage in CHAINS[timeline.mode]}
     nested = {name for names in NESTED_LEAVES.values() for name in names} | {"transfer.queue"}
-    before: Wait | None = None
+    spells: list[_Spell] = []
     for visit in timeline.visits:
         if visit.name not in chain | nested:
             continue
         for wait in visit.waits:
             if wait.reason in _GAP_CAUSES and visit.name == _GAP:
                 continue  # told with the gaps
-            if before is not None and _same_wait(wait, before):
+            is_open = visit.open and wait is visit.waits[-1]
+            last = spells[-1] if spells else None
+            if last is None or not _goes_on(last.longest, wait):
+                spells.append(_Spell(wait, wait, wait.for_ns, is_open))
                 continue
-            before = wait
-            when = f" from {seconds_text(max(0, wait.at_ns))}" if wait.at_ns is not None else ""
-            held = f" for {seconds_text(wait.for_ns)}" if wait.for_ns is not None else ""
-            if visit.open and wait is visit.waits[-1]:
-                held += " so far"
-            lines.append(f"{wait.stage}{when}{held}: {describe_wait(wait)}")
-    return limited(lines, MAX_WAITS)
+            if is_open or (wait.for_ns or 0) > (last.longest.for_ns or 0):
+                last.longest = wait
+            if wait.for_ns is not None:
+                last.for_ns = (last.for_ns or 0) + wait.for_ns
+            last.is_open = is_open
+    longest = sorted(spells, key=lambda spell: (not spell.is_open, -(spell.for_ns or 0)))
+    kept = {id(spell) for spell in longest[:MAX_WAITS]}
+    lines = [spell.line() for spell in spells if id(spell) in kept]
+    if len(spells) > MAX_WAITS:
+        lines.append(f"… and {len(spells) - MAX_WAITS} shorter ones")
+    return lines
 
 
-def _same_wait(one: Wait, other: Wait) -> bool:
-    return (one.stage, describe_wait(one)) == (other.stage, describe_wait(other))
+def _goes_on(one: Wait, other: Wait) -> bool:
+    return (one.stage, one.reason, one.blocker, one.blockers) == (
+        other.stage,
+        other.reason,
+        other.blocker,
+        other.blockers,
+    )
 
 
 def gap_lines(timeline: Timeline) -> Sequence[str]:

@@ -110,3 +110,16 @@ def test_wait_of_a_look_reads_the_same() -> None:
 
 def test_names_are_listed_as_in_a_sentence() -> None:
     assert [listed(list("abc"[:n])) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
+
+
+def test_blocker_whose_id_is_part_of_the_clause_is_named_all_the_same() -> None:
+    wait = Wait(
+        stage="decode.reserve",
+        reason="kv_pages",
+        needed=9,
+        free=1,
+        limit=64,
+        blocker="64",
+        blockers=("64",),
+    )
+    assert describe_wait(wait) == "needed 9 KV pages, 1 free, limit 64; behind 64"
