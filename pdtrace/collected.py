@@ -7,7 +7,9 @@ nanoseconds of the recording host; each `Process` carries the anchor that maps t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from pdtrace.clock import ClockAnchor
 from pdtrace.offsets import ClockOffsets
@@ -27,8 +29,7 @@ class Process:
     resource: Resource
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
+class StepStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The forward passes of one kind that one attempt took part in, in one process."""
 
     kind: StepKind
@@ -50,8 +51,7 @@ class Stuck:
     threshold_ns: int
 
 
-@dataclass(slots=True, kw_only=True)
-class Leg:
+class Leg(msgspec.Struct, kw_only=True, gc=False):
     """What one process recorded of a request.
 
     lost_at_ns      when the process was found gone with the request open in it; None otherwise
@@ -62,7 +62,7 @@ class Leg:
     """
 
     process: Process
-    marks: list[MarkRecord] = field(default_factory=list[MarkRecord])
+    marks: list[MarkRecord] = msgspec.field(default_factory=list[MarkRecord])
     lost_at_ns: int | None = None
     lost_reason: str = "process_lost"
     records_missed: int = 0
@@ -70,16 +70,14 @@ class Leg:
     clock: ClockOffsets | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptIds:
+class AttemptIds(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Ids that travel with one attempt. The span id is 16 hex digits."""
 
     span_id: str
     handoff_id: str | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class CollectedRequest:
+class CollectedRequest(msgspec.Struct, kw_only=True, gc=False):
     """All that is known of one request when its spans are built.
 
     mode       as its context says; the gateway's TOKENIZED mark has the last word
@@ -98,9 +96,11 @@ class CollectedRequest:
     sampled: bool = True
     trace_state: str = ""
     mode: Mode | None = None
-    attempts: Mapping[int, AttemptIds] = field(default_factory=dict[int, AttemptIds])
+    attempts: Mapping[int, AttemptIds] = msgspec.field(default_factory=dict[int, AttemptIds])
     legs: Sequence[Leg] = ()
     gave_up: str | None = None
-    blockers: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    blockers: Mapping[str, tuple[str, str]] = msgspec.field(
+        default_factory=dict[str, tuple[str, str]]
+    )
     open_at_ns: int | None = None
     stuck: Sequence[Stuck] = ()

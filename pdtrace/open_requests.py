@@ -20,7 +20,7 @@ from pdtrace.inflight import InFlight, WaitNow
 from pdtrace.offsets import ClockOffsets
 from pdtrace.progress import PLANS, Plan, Progress
 from pdtrace.propagation import RequestContext
-from pdtrace.ring.records import ClockRecord, MarkRecord, StepRecord, Value
+from pdtrace.ring.records import ClockRecord, MarkRecord, Value
 from pdtrace.stages import STAGE_BY_NAME, Mark, Mode, Role, Stage, StepKind
 
 _PREFILL_AT = place_of(Mark.ROUTED, a.PREFILL_WORKER)
@@ -135,17 +135,16 @@ class OpenLeg(msgspec.Struct, eq=False, gc=False):
         until = self.source.num_missed if self.missed_until is None else self.missed_until
         return until - self.missed_before
 
-    def take_step(self, record: StepRecord) -> None:
+    def take_step(self, kind: StepKind, number: int, length_ns: int) -> None:
         """The attempt took part in a forward pass."""
-        length_ns = max(record.end_ns - record.begin_ns, 0)
         for steps in self.steps:
-            if steps.kind is record.kind:
+            if steps.kind is kind:
                 steps.count += 1
                 steps.total_ns += length_ns
                 if length_ns > steps.slowest_ns:
-                    steps.slowest_ns, steps.slowest_number = length_ns, record.number
+                    steps.slowest_ns, steps.slowest_number = length_ns, number
                 return
-        self.steps += (_Steps(record.kind, 1, length_ns, length_ns, record.number),)
+        self.steps += (_Steps(kind, 1, length_ns, length_ns, number),)
 
     def take_wait(self, record: MarkRecord) -> None:
         """A decision left the request waiting here."""

@@ -422,7 +422,7 @@ def _bare_decoder(mark: Mark) -> Decode:
 
     def decode(body: bytes) -> MarkRecord:
         _, _, attempt, key, t_ns = BODY_HEAD.unpack_from(body)
-        return MarkRecord(mark=mark, key=key, attempt=attempt, t_ns=t_ns, values=nothing)
+        return MarkRecord(mark, key, attempt, t_ns, nothing)
 
     return decode
 
@@ -448,7 +448,7 @@ def _mark_decoder(mark: Mark, attrs: Sequence[tuple[str, str]]) -> Decode:
     def decode(body: bytes) -> MarkRecord:
         if len(body) == bare:
             _, _, attempt, key, t_ns = unpack_head(body)
-            return MarkRecord(mark=mark, key=key, attempt=attempt, t_ns=t_ns, values=nothing)
+            return MarkRecord(mark, key, attempt, t_ns, nothing)
         fields = unpack(body)
         _, present, attempt, key, t_ns = fields[:5]
         values: tuple[Value, ...] = fields[5:]
@@ -456,7 +456,7 @@ def _mark_decoder(mark: Mark, attrs: Sequence[tuple[str, str]]) -> Decode:
             values = with_texts(body, present, values)
         if not aligned:
             values = tuple([None if place is None else values[place] for place in places])
-        return MarkRecord(mark=mark, key=key, attempt=attempt, t_ns=t_ns, values=values)
+        return MarkRecord(mark, key, attempt, t_ns, values)
 
     def with_texts(body: bytes, present: int, fields: tuple[Any, ...]) -> tuple[Value, ...]:
         """Texts in place of their lengths, None for what is absent."""
@@ -465,7 +465,7 @@ def _mark_decoder(mark: Mark, attrs: Sequence[tuple[str, str]]) -> Decode:
         for index in strings:
             if present >> index & 1:
                 end = start + fields[index]
-                values[index] = body[start:end].decode(errors="replace")
+                values[index] = body[start:end].decode("utf-8", "replace")
                 start = end
         if start > len(body):
             raise ValueError

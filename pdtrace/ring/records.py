@@ -25,8 +25,11 @@ class OpenRecord(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     repeated: bool = False
 
 
-class MarkRecord(msgspec.Struct, frozen=True, kw_only=True, tag="mark", gc=False):
+class MarkRecord(msgspec.Struct, tag="mark", gc=False):
     """An instant. `values` align with `MARKS[mark].attrs`; None where absent.
+
+    Nobody changes what one says. It is not frozen, as the tracker lets the many that it holds share
+    equal numbers and values.
 
     t_ns  CLOCK_MONOTONIC nanoseconds of the ring's host
     """
