@@ -28,7 +28,7 @@ from pdtrace.sources import (
 )
 from pdtrace.spans import Span
 from pdtrace.timeline import Timeline, build_timelines
-from pdtrace.top import ordered, standing_for
+from pdtrace.top import Standings, ordered
 
 MAX_FROM_RINGS = 500
 """Finished requests, the latest, that are taken out of the rings of a run."""
@@ -213,15 +213,13 @@ def _read_rings(runs: Sequence[Path], *, only: int | None = None) -> _Rings:
             spans += assemble(collected)
     finally:
         looks.close()
+    standings = Standings(look)
     timelines = build_timelines(join_spans(spans))
     open_ones = [timeline for timeline in timelines if timeline.root_id in rank]
     return _Rings(
         in_flight=sorted(open_ones, key=lambda timeline: rank[timeline.root_id or ""]),
         finished=[timeline for timeline in timelines if timeline.root_id not in rank],
-        standing={
-            request.root_span_id: standing_for(request, look.processes, all_legs=True)
-            for request in wanted
-        },
+        standing={request.root_span_id: standings.of(request, all_legs=True) for request in wanted},
         problems=[f"{problem}." for problem in look.problems],
         num_read=len(look.processes),
     )

@@ -14,7 +14,7 @@ import json
 import time
 from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -37,6 +37,8 @@ from pdtrace.waits import describe_wait_now, listed
 TOP_SCHEMA = "pdtrace.top/1"
 DEFAULT_LIMIT = 20
 DEFAULT_INTERVAL_S = 1.0
+MAX_PROMPTS = 3
+"""Requests named whose prompts a stalled process is at."""
 
 _WIDE = 110
 """Columns from which on attempt and workers stand in the row, not below it."""
@@ -47,6 +49,7 @@ _FEW = 5
 _SEVERAL = 2
 _ID_LEAST = 8
 """Columns that a request's id has at least; others make room for it."""
+_COMPUTE = "prefill.compute"
 _LEAST_USUAL_S = 1e-3
 _SLOW_RATIO = 3.0
 _FULL_DETAIL = 3
@@ -187,7 +190,7 @@ class _Rows:
 
     def __init__(self, look: Look, *, wide: bool) -> None:
         self._wide = wide
-        self._processes: Mapping[str, ProcessNow] = {p.instance: p for p in look.processes}
+        self._standings = Standings(look)
 
     def fitting(self, requests: Sequence[InFlight], width: int, room: int | None) -> int:
         """How many requests have room in so many lines; at least one."""
@@ -266,7 +269,7 @@ class _Rows:
                 lines[clean(" · ".join(facts))] = "dim"
         if waits := _waits_for(request):
             lines[clean(waits)] = ""
-        for standing in standing_for(request, self._processes.values(), all_legs=False):
+        for standing in self._standings.of(request, all_legs=False):
             lines[clean(standing)] = "bold red"
         if request.ended is not None:
             lines[clean(f"answered ({request.ended}), not yet let go of by all workers")] = "dim"
@@ -285,42 +288,51 @@ def _styles(request: InFlight) -> dict[int, str]:
     return {0: "bold red", 2: colour, 3: late, 4: "dim", 5: late, 7: "dim", 8: "dim"}
 
 
-def standing_of(process: ProcessNow) -> str | None:
-    """A sentence on a process that cannot go on; None while it can."""
-    match process.state:
-        case ProcessState.STALLED:
-            age = process.progress_age_s or 0.0
-            return f"{process.instance} is stalled: no progress for {_age(age)}."
-        case ProcessState.LOST:
-            return f"{process.instance} is lost: its process (pid {process.pid}) is gone."
-        case ProcessState.CLOSED:
-            return f"{process.instance} has ended."
-        case ProcessState.ALIVE:
-            return None
+class Standings:
+    """Sentences on the processes of a look that cannot go on."""
 
+    def __init__(self, look: Look) -> None:
+        self._processes = look.processes
+        self._prompts: defaultdict[str, list[str]] = defaultdict(list)
+        for request in sorted(look.requests, key=lambda request: -request.stage_age_s):
+            if request.stage == _COMPUTE and request.worker and request.ended is None:
+                self._prompts[request.worker].append(request.request_id)
 
-def standing_for(
-    request: InFlight, processes: Iterable[ProcessNow], *, all_legs: bool
-) -> list[str]:
-    """Sentences on processes that cannot go on and that a request needs.
+    def of(self, request: InFlight, *, all_legs: bool) -> list[str]:
+        """Those on processes that a request needs.
 
-    all_legs  also those of its workers that do not have to end its stage; what was answered is held
-              by any of them
-    """
-    names = {request.worker}
-    stage = STAGE_BY_NAME.get(request.stage or "")
-    roles = stage.roles if stage is not None and request.worker is None else ()
-    if request.wait is not None and request.wait.reason == WaitReason.NO_WORKER:
-        roles = _WORKERS
-    if all_legs or request.ended is not None:
-        names |= {request.prefill_worker, request.decode_worker}
-    sentences = [
-        sentence
-        for process in processes
-        if process.instance in names or process.role in roles
-        if (sentence := standing_of(process))
-    ]
-    return list(dict.fromkeys(sentences))
+        all_legs  also on its workers that do not have to end its stage; what was answered is held
+                  by any of them
+        """
+        names = {request.worker}
+        stage = STAGE_BY_NAME.get(request.stage or "")
+        roles = stage.roles if stage is not None and request.worker is None else ()
+        if request.wait is not None and request.wait.reason == WaitReason.NO_WORKER:
+            roles = _WORKERS
+        if all_legs or request.ended is not None:
+            names |= {request.prefill_worker, request.decode_worker}
+        sentences = [
+            sentence
+            for process in self._processes
+            if process.instance in names or process.role in roles
+            if (sentence := self._sentence(process))
+        ]
+        return list(dict.fromkeys(sentences))
+
+    def _sentence(self, process: ProcessNow) -> str | None:
+        match process.state:
+            case ProcessState.STALLED:
+                text = f"{process.instance} is stalled: no progress for "
+                text += _age(process.progress_age_s or 0.0)
+                # What keeps the others waiting, unless the process was stopped by somebody.
+                prompts = self._prompts.get(process.instance, ())[:MAX_PROMPTS]
+                return text + (f", in the prompt of {listed(prompts)}." if prompts else ".")
+            case ProcessState.LOST:
+                return f"{process.instance} is lost: its process (pid {process.pid}) is gone."
+            case ProcessState.CLOSED:
+                return f"{process.instance} has ended."
+            case ProcessState.ALIVE:
+                return None
 
 
 def _waits_for(request: InFlight) -> str | None:

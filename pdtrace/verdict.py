@@ -33,7 +33,7 @@ from pdtrace.baselines import (
 from pdtrace.duration import seconds_text
 from pdtrace.facts import Wait
 from pdtrace.spans import AttrValue
-from pdtrace.stages import STAGE_BY_NAME, Kind, Mark, Outcome
+from pdtrace.stages import STAGE_BY_NAME, Kind, Mark, Outcome, Scale
 from pdtrace.timeline import StageVisit, Timeline
 from pdtrace.waits import describe_wait
 
@@ -442,7 +442,7 @@ def _sentence(
         case VerdictKind.IN_FLIGHT:
             sentence = f"{name} has been in flight for {total}, in {stage} for {took}"
             if chosen.usual is not None:
-                sentence += f" (usual {seconds_text(chosen.usual.ns)})"
+                sentence += f" (usual {seconds_text(chosen.usual.ns)}{_for_its_tokens(chosen)})"
             sentence += f": {cause}." if cause else "."
             if stall is not None and stall.leaf.name != stage:
                 sentence += f" Before that, {stall.leaf.name} took {_excess(stall)}."
@@ -459,6 +459,14 @@ def _sentence(
             if chosen.usual is not None:
                 why = "Its outcome is not known."
             return f"{name} took {total}, most in {stage}: {took} ({share:.0%}).{because} {why}"
+
+
+def _for_its_tokens(assessment: Assessment) -> str:
+    """` for 5003 tokens`, where what is usual depends on them; a guess where peers are far off."""
+    leaf, usual = assessment.leaf, assessment.usual
+    if leaf.tokens is None or STAGE_BY_NAME[leaf.name].scale is Scale.CONSTANT:
+        return ""
+    return f" for {leaf.tokens} tokens" + (", a guess" if usual and usual.beyond else "")
 
 
 def _as_others(wait: Assessment) -> str:

@@ -206,6 +206,17 @@ def test_workers_that_nobody_can_be_sent_to_are_named() -> None:
     assert text.count("is stalled") == 1
 
 
+def test_prompt_that_a_stalled_worker_is_in_is_named_to_those_behind_it() -> None:
+    requests = (
+        request("victim", "decode.generate", worker="worker-0"),
+        request("culprit", "prefill.compute", worker="worker-0", stage_age_s=6.3),
+        request("elsewhere", "prefill.compute", worker="worker-1"),
+    )
+    processes = (process("worker-0", ProcessState.STALLED, progress_age_s=6.3),)
+    text = shown(Look(at_ns=AT_NS, requests=requests, processes=processes), 80)
+    assert text.count("worker-0 is stalled: no progress for 6.30 s, in the prompt of culprit.") == 2
+
+
 def test_stage_that_nobody_took_up_names_who_could_but_cannot_go_on() -> None:
     copied = request("r", "transfer", worker=None)
     processes = (
