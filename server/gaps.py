@@ -5,8 +5,8 @@ Owns which cause is named and how much of the gap it took; knows nothing of engi
 Every token takes a step. Up to the length of the step before, a step is ordinary; what the batch's
 growth added to it is a cause like the others. The largest cause is named if it took a fair part of
 the gap. Without one, the ordinary step itself is named where it is the most of the gap: the batch
-is that large. What nothing accounts for is `unknown`: a pause of the host, a step that took long
-with no more to compute.
+is that large. What nothing accounts for is `unknown`: a pause of the process, a step that took long
+with no more to compute, or much longer than what more there was to compute can account for.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GapAccount:
     landings  taking in KV of others, by request
     step_ns   steps of the batch
     loop_ns   the loop's own work
-    lost_ns   idle, or longer ago than the loop remembers
+    lost_ns   idle, stood still, or longer ago than the loop remembers
     """
 
     gap_ns: int
@@ -75,17 +75,26 @@ class BatchChange:
 
     usual_ns   how long the one before took; 0 when there was none
     size       sequences in the batch, `size_before` in the step before
+    kv_tokens  positions that their KV has, `kv_tokens_before` in the step before
     joined     latest other request that joined in between
     """
 
     usual_ns: int
     size: int
     size_before: int
+    kv_tokens: int = 0
+    kv_tokens_before: int = 0
     joined: str | None = None
 
     @property
-    def grew(self) -> bool:
-        return self.size > self.size_before or self.joined is not None
+    def most_growth_ns(self) -> int:
+        """The most that growth can have added to a step like the one before: the square of how
+        many more sequences there are, or their KV in proportion."""
+        if self.size <= self.size_before and self.joined is None:
+            return 0
+        sizes = self.size / max(1, self.size_before)
+        tokens = self.kv_tokens / max(1, self.kv_tokens_before)
+        return round(self.usual_ns * max(0.0, sizes**2 - 1, tokens - 1))
 
 
 class GapReason(NamedTuple):
@@ -102,12 +111,15 @@ def account_gap(
     *,
     spells: Iterable[Spell],
     absences: Iterable[Absence] = (),
+    pauses: Iterable[tuple[int, int]] = (),
     known_from_ns: int = 0,
 ) -> GapAccount:
     """What happened from `begin_ns` (the token before) to `end_ns` (this one).
 
     spells          of the loop, in order
     absences        of the sequence, in order; what the loop did meanwhile does not count
+    pauses          begin and end of each time in which the process stood still, whatever the loop
+                    was at; they may overlap
     known_from_ns   what the loop did before is forgotten
     """
     away: dict[GapCause, dict[str, int]] = {}
@@ -120,6 +132,10 @@ def account_gap(
         _add(away.setdefault(absence.cause, {}), absence.blocker or NOBODY, back_ns - left_ns)
         at_ns = back_ns
     present.append((at_ns, end_ns))
+    there_ns = sum(end - begin for begin, end in present)
+    for pause in pauses:
+        present = _without(present, *pause)
+    paused_ns = there_ns - sum(end - begin for begin, end in present)
     prompts: dict[str, int] = {}
     landings: dict[str, int] = {}
     step_ns = 0
@@ -146,8 +162,16 @@ def account_gap(
         landings=landings,
         step_ns=step_ns,
         loop_ns=sum(end - begin for begin, end in present) - covered_ns,
-        lost_ns=lost_ns,
+        lost_ns=lost_ns + paused_ns,
     )
+
+
+def time_without(begin_ns: int, end_ns: int, pauses: Iterable[tuple[int, int]]) -> int:
+    """Nanoseconds from `begin_ns` to `end_ns` that are in none of `pauses`."""
+    left: Sequence[tuple[int, int]] = [(begin_ns, end_ns)]
+    for pause in pauses:
+        left = _without(left, *pause)
+    return sum(end - begin for begin, end in left)
 
 
 def gap_parts(account: GapAccount, change: BatchChange) -> dict[GapCause, int]:
@@ -158,7 +182,9 @@ def gap_parts(account: GapAccount, change: BatchChange) -> dict[GapCause, int]:
         GapCause.PREEMPTION: sum(away.get(GapCause.PREEMPTION, {}).values()),
         GapCause.INTERFERING_PREFILL: sum(account.prompts.values()),
         GapCause.TRANSFER_LANDING: sum(account.landings.values()),
-        GapCause.BATCH_GROWTH: (max(0, account.step_ns - change.usual_ns) if change.grew else 0),
+        GapCause.BATCH_GROWTH: min(
+            max(0, account.step_ns - change.usual_ns), change.most_growth_ns
+        ),
         GapCause.SCHEDULER_BUSY: account.loop_ns,
     }
 
@@ -194,6 +220,17 @@ def _blocker(cause: GapCause, account: GapAccount, change: BatchChange) -> str |
 
 def _overlap(present: Sequence[tuple[int, int]], begin_ns: int, end_ns: int) -> int:
     return sum(max(0, min(end, end_ns) - max(begin, begin_ns)) for begin, end in present)
+
+
+def _without(
+    stretches: Sequence[tuple[int, int]], begin_ns: int, end_ns: int
+) -> list[tuple[int, int]]:
+    parts = [
+        part
+        for begin, end in stretches
+        for part in ((begin, min(end, begin_ns)), (max(begin, end_ns), end))
+    ]
+    return [(begin, end) for begin, end in parts if begin < end]
 
 
 def _add(totals: dict[str, int], who: str, ns: int) -> None:

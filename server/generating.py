@@ -19,8 +19,9 @@ from server.config import ProcessConfig
 from server.detokenize import TokenBytes
 from server.engine.base import DecodeSlot, Engine, SamplingParams
 from server.engine.validation import check_sampling
-from server.gaps import Absence, BatchChange, account_gap, explain_gap
+from server.gaps import Absence, BatchChange, account_gap, explain_gap, time_without
 from server.output import LENGTH, Generation, StopRules
+from server.pauses import FLOOR_NS as PAUSE_FLOOR_NS
 from server.preemption import PagePlan, PreemptedSequence, RunningSequence
 from server.request import Leg, StateT
 from server.scheduler import Ports, Scheduler
@@ -90,7 +91,8 @@ class GeneratingScheduler(Scheduler[GenLegT]):
         super().__init__(config, engine, ports)
         self._num_admitted = 0
         self._gap_threshold_s = config.settings.gap_threshold_s
-        self._last_batch = (0, 0)  # its size, and how long its step took, nanoseconds
+        # Its size, the positions of its KV, and how long its step took, nanoseconds.
+        self._last_batch = (0, 0, 0)
         # Those that joined the batch since, the latest last; some may be over already.
         self._joined: deque[GenLegT] = deque(maxlen=MAX_BLOCKERS)
 
@@ -314,33 +316,50 @@ class GeneratingScheduler(Scheduler[GenLegT]):
             self.fail_step(batch, error)
             return
         number, ended_ns = self.ran(StepKind.DECODE, batch, ones, begun_ns)
+        kv_tokens = sum(leg.generation.kv_len for leg in batch)
         for leg, token_id in zip(batch, token_ids, strict=True):
             before_ns = leg.generation.last_ns
             gap_s = leg.generation.commit(token_id, ended_ns)
             if gap_s is not None and gap_s > self._gap_threshold_s:
-                self._mark_gap(leg, before_ns, ended_ns, number, batch)
+                self._mark_gap(leg, before_ns, ended_ns, number, batch, kv_tokens=kv_tokens)
             if leg.absences:
                 leg.absences.clear()
             self._put_out(leg, token_id, ended_ns)
-        self._last_batch = (len(batch), ended_ns - begun_ns)
+        self._last_batch = (len(batch), kv_tokens, self._took_ns(begun_ns, ended_ns))
         self._joined.clear()
 
+    def _took_ns(self, begun_ns: int, ended_ns: int) -> int:
+        took_ns = ended_ns - begun_ns
+        if took_ns < PAUSE_FLOOR_NS:  # as nearly always
+            return took_ns
+        return time_without(begun_ns, ended_ns, self._ports.pauses(begun_ns, ended_ns))
+
     def _mark_gap(
-        self, leg: GenLegT, before_ns: int, at_ns: int, step: int, batch: Sequence[GenLegT]
+        self,
+        leg: GenLegT,
+        before_ns: int,
+        at_ns: int,
+        step: int,
+        batch: Sequence[GenLegT],
+        *,
+        kv_tokens: int,
     ) -> None:
         account = account_gap(
             before_ns,
             at_ns,
             spells=self._log.spells,
             absences=leg.absences,
+            pauses=self._ports.pauses(before_ns, at_ns),
             known_from_ns=self._log.known_from_ns,
         )
         others = [other for other in self._joined if other is not leg and other in batch]
-        size_before, usual_ns = self._last_batch
+        size_before, kv_tokens_before, usual_ns = self._last_batch
         change = BatchChange(
             usual_ns=usual_ns,
             size=len(batch),
             size_before=size_before,
+            kv_tokens=kv_tokens,
+            kv_tokens_before=kv_tokens_before,
             joined=others[-1].request_id if others else None,
         )
         self._observer.gap(

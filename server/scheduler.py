@@ -71,9 +71,17 @@ class MessageSink(Protocol):
     def send(self, endpoint: str, message: AnyMessage) -> bool: ...
 
 
+def never_paused(_begin_ns: int, _end_ns: int) -> Sequence[tuple[int, int]]:
+    """For a process that nobody watches."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """What a scheduler is connected to. `clock` reads CLOCK_MONOTONIC nanoseconds."""
+    """What a scheduler is connected to. `clock` reads CLOCK_MONOTONIC nanoseconds.
+
+    pauses   begin and end of the times, overlapping the given one, in which the process stood still
+    """
 
     inbox: MessageSource
     outbox: MessageSink
@@ -81,6 +89,7 @@ class Ports:
     progress: Progress
     clock: Callable[[], int]
     round_trips: RoundTrips = field(default_factory=RoundTrips)
+    pauses: Callable[[int, int], Sequence[tuple[int, int]]] = never_paused
 
 
 class Scheduler(ABC, Generic[LegT]):

@@ -1,6 +1,6 @@
 """From a `ProcessConfig` to a running worker, and back to nothing: what the three workers share.
 
-Owns the order of opening and closing (engine, recorder, sockets, heartbeat) and how long a stop may
+Owns the order of opening and closing (engine, recorder, sockets, threads) and how long a stop may
 take; knows nothing of what a worker does.
 """
 
@@ -19,6 +19,7 @@ from server.engine.base import Engine
 from server.engine.loader import EngineConfig, load_engine
 from server.errors import StartError
 from server.heartbeat import HeartbeatThread, Progress
+from server.pauses import Pauses, PauseThread
 from server.recording import open_recorder, process_clock
 from server.round_trips import RoundTrips
 from server.scheduler import Ports, Scheduler
@@ -62,6 +63,8 @@ def serve(
         stack.callback(outbox.close)
         progress = Progress(clock)
         round_trips = RoundTrips(config.incarnation)
+        pauses = Pauses(clock)
+        pause_thread = PauseThread(pauses)
         worker = make_worker(
             config,
             engine,
@@ -72,6 +75,7 @@ def serve(
                 progress=progress,
                 clock=clock.monotonic_ns,
                 round_trips=round_trips,
+                pauses=pauses.within,
             ),
         )
         heartbeat = HeartbeatThread(
@@ -85,6 +89,8 @@ def serve(
         )
         heartbeat.start()
         stack.callback(heartbeat.stop)
+        pause_thread.start()
+        stack.callback(pause_thread.stop)
         _logger.info("%s serves at %s", config.instance, config.endpoint)
         while not stop.is_set():
             take_step(worker)

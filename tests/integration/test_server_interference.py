@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -56,7 +59,7 @@ def test_gap_has_its_cause_its_step_and_a_link_to_the_culprit(server: RunningSer
     ]
     seconds = gap.attributes[a.GAP_CAUSE_SECONDS.key]
     assert isinstance(seconds, float)
-    assert seconds >= 0.8
+    assert seconds >= 0.5  # less what the machine kept the process from running
     assert gap.attributes[a.WAIT_BLOCKER.key] == "culprit"
     assert gap.attributes[a.STEP_NUMBER.key]
     assert [link.trace_id for link in gap.links] == [culprit.trace_id]
@@ -68,6 +71,34 @@ def test_why_names_the_request_whose_prompt_stalled_it(server: RunningServer) ->
     assert "culprit" in why(server, "victim")
     document: dict[str, Any] = json.loads(why(server, "victim", "--json"))
     assert document["requests"][0]["verdict"]["stage"] == "decode.gap"
+
+
+def test_time_in_which_the_worker_was_stopped_is_nobodys_fault(server: RunningServer) -> None:
+    with ThreadPoolExecutor() as pool:
+        asked = [
+            Ask(request_id=f"stopped-{number}", prompt=list(range(20)), max_tokens=200)
+            for number in range(4)
+        ]
+        answers = [pool.submit(ask, server, each) for each in asked]
+        for number in range(3):
+            wait_for(
+                lambda: (in_flight(server, "stopped-3") or {}).get("stage") == "decode.generate",
+                "requests that generate",
+            )
+            pid = server.pid("worker-0")
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(1.5)
+            os.kill(pid, signal.SIGCONT)
+            pool.submit(ask, server, Ask(request_id=f"joins-{number}", max_tokens=2)).result()
+        assert all(answer.result().status == 200 for answer in answers)
+    gaps = [
+        span
+        for number in range(4)
+        for span in spans_of(server, f"stopped-{number}")
+        if span.name == "decode.gap" and float(str(span.attributes[a.GAP_SECONDS.key])) > 1.4
+    ]
+    assert gaps
+    assert {span.attributes[a.GAP_CAUSE.key] for span in gaps} == {GapCause.UNKNOWN}
 
 
 def why(server: RunningServer, request_id: str, *options: str) -> str:

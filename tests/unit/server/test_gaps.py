@@ -29,6 +29,7 @@ def reason(
     length_ms: float,
     *spells: tuple[float, float, Doing, str],
     absences: Sequence[Absence] = (),
+    pauses: Sequence[tuple[int, int]] = (),
     change: BatchChange = SAME,
     known_from_ns: int = 0,
 ) -> GapReason:
@@ -41,6 +42,7 @@ def reason(
             for begin, end, doing, who in spells
         ],
         absences=absences,
+        pauses=pauses,
         known_from_ns=known_from_ns,
     )
     return explain_gap(account, change)
@@ -67,8 +69,54 @@ def test_step_like_the_one_before_is_no_cause_beside_a_prompt() -> None:
 
 
 def test_step_that_grew_with_its_batch_is_blamed_on_who_joined() -> None:
-    change = BatchChange(usual_ns=10 * MS, size=5, size_before=4, joined="new")
+    change = BatchChange(usual_ns=10 * MS, size=16, size_before=4, joined="new")
     assert reason(100, step(0, 100), change=change) == (GapCause.BATCH_GROWTH, 0.09, "new")
+    change = BatchChange(
+        usual_ns=10 * MS,
+        size=4,
+        size_before=4,
+        kv_tokens=1000,
+        kv_tokens_before=100,
+        joined="long",
+    )
+    assert reason(100, step(0, 100), change=change) == (GapCause.BATCH_GROWTH, 0.09, "long")
+
+
+def test_one_more_in_the_batch_does_not_explain_a_step_of_many_times_the_length() -> None:
+    change = BatchChange(
+        usual_ns=10 * MS,
+        size=5,
+        size_before=4,
+        kv_tokens=110,
+        kv_tokens_before=100,
+        joined="new",
+    )
+    assert reason(100, step(0, 100), change=change)[0] is GapCause.UNKNOWN
+
+
+def test_first_step_of_all_did_not_grow() -> None:
+    change = BatchChange(usual_ns=0, size=1, size_before=0, kv_tokens=9)
+    assert reason(100, step(0, 100), change=change) == (GapCause.UNKNOWN, 0.1, None)
+
+
+@pytest.mark.parametrize("doing", [Doing.PREFILL, Doing.DECODE, Doing.LANDING, None])
+def test_pause_of_the_process_is_not_what_the_loop_was_at_by_chance(doing: Doing | None) -> None:
+    change = BatchChange(usual_ns=10 * MS, size=8, size_before=1, joined="new")
+    spells = [] if doing is None else [(0, 1000, doing, "new")]
+    found = reason(
+        1010,
+        *spells,
+        step(1000, 1010),
+        pauses=[(50 * MS, 900 * MS), (60 * MS, 950 * MS)],  # noticed twice
+        change=change,
+    )
+    assert found == (GapCause.UNKNOWN, pytest.approx(0.9, abs=0.1), None)
+
+
+def test_pause_while_the_sequence_was_away_counts_once() -> None:
+    absence = Absence(GapCause.PREEMPTION, 10 * MS, 90 * MS, "a")
+    found = reason(100, step(95, 100), absences=[absence], pauses=[(0, 95 * MS)])
+    assert found == (GapCause.PREEMPTION, 0.08, "a")
 
 
 def test_batch_whose_every_step_is_long_is_blamed_for_its_size() -> None:
@@ -149,7 +197,15 @@ def test_parts_never_exceed_the_gap_and_the_largest_one_is_named(
         joined=data.draw(st.sampled_from([None, "j"])),
     )
     known_from_ns = data.draw(st.integers(-10, length + 10))
-    account = account_gap(0, length, spells=spells, absences=absences, known_from_ns=known_from_ns)
+    pauses = data.draw(st.lists(st.tuples(st.integers(-9, 220), st.integers(-9, 220)), max_size=3))
+    account = account_gap(
+        0,
+        length,
+        spells=spells,
+        absences=absences,
+        pauses=[(min(pause), max(pause)) for pause in pauses],
+        known_from_ns=known_from_ns,
+    )
     away = sum(sum(by.values()) for by in account.away.values())
     inside = [*account.prompts.values(), *account.landings.values(), account.step_ns]
     assert away + sum(inside) + account.loop_ns + account.lost_ns == account.gap_ns == length
