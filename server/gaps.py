@@ -5,8 +5,9 @@ Owns which cause is named and how much of the gap it took; knows nothing of engi
 Every token takes a step. Up to the length of the step before, a step is ordinary; what the batch's
 growth added to it is a cause like the others. The largest cause is named if it took a fair part of
 the gap. Without one, the ordinary step itself is named where it is the most of the gap: the batch
-is that large. What nothing accounts for is `unknown`: a pause of the process, a step that took long
-with no more to compute, or much longer than what more there was to compute can account for.
+is that large, unless steps of as many were much faster lately. What nothing accounts for is
+`unknown`: a pause of the process, a step that took long with no more to compute, or much longer
+than what more there was to compute can account for.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class BatchChange:
     """The step that made the token, against the one before it.
 
     usual_ns   how long the one before took; 0 when there was none
+    fastest_ns the fastest lately of as many sequences or more; None when there was none
     size       sequences in the batch, `size_before` in the step before
     kv_tokens  positions that their KV has, `kv_tokens_before` in the step before
     joined     latest other request that joined in between
@@ -85,6 +87,7 @@ class BatchChange:
     kv_tokens: int = 0
     kv_tokens_before: int = 0
     joined: str | None = None
+    fastest_ns: int | None = None
 
     @property
     def most_growth_ns(self) -> int:
@@ -197,6 +200,8 @@ def explain_gap(account: GapAccount, change: BatchChange) -> GapReason:
     if parts[cause] > 0 and parts[cause] >= fair_ns:
         return GapReason(cause, parts[cause] / 1e9, _blocker(cause, account, change))
     ordinary_ns = min(account.step_ns, change.usual_ns)
+    if change.fastest_ns is not None:
+        ordinary_ns = min(ordinary_ns, change.fastest_ns)
     rest_ns = account.gap_ns - ordinary_ns - sum(parts.values())
     if ordinary_ns >= max(fair_ns, rest_ns):
         whole_ns = ordinary_ns + parts[GapCause.BATCH_GROWTH]

@@ -27,6 +27,8 @@ from server.request import Leg, StateT
 from server.scheduler import Ports, Scheduler
 from server.wire.messages import TokenItem
 
+STEPS_LATELY = 8
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GeneratingLeg(Leg[StateT]):
@@ -93,6 +95,7 @@ class GeneratingScheduler(Scheduler[GenLegT]):
         self._gap_threshold_s = config.settings.gap_threshold_s
         # Its size, the positions of its KV, and how long its step took, nanoseconds.
         self._last_batch = (0, 0, 0)
+        self._lately: deque[tuple[int, int]] = deque(maxlen=STEPS_LATELY)  # sizes and times alike
         # Those that joined the batch since, the latest last; some may be over already.
         self._joined: deque[GenLegT] = deque(maxlen=MAX_BLOCKERS)
 
@@ -231,7 +234,9 @@ class GeneratingScheduler(Scheduler[GenLegT]):
         free = self.allocator.num_free  # at the decision: its own pages go to somebody else
         self.free_pages(leg)
         now_ns = self._clock()
-        leg.leave(GapCause.PREEMPTION, now_ns, blocker)
+        # One that lacks a page itself gives way to those that hold the others.
+        blockers = self.page_holders(now_ns) if blocker is None else (blocker,)
+        leg.leave(GapCause.PREEMPTION, now_ns, blockers[0] if blockers else None)
         leg.advance(leg.preempted, now_ns)
         self._observer.cause(
             leg,
@@ -241,7 +246,7 @@ class GeneratingScheduler(Scheduler[GenLegT]):
             needed=self._pages_for_next(leg),
             free=free,
             limit=self.allocator.num_pages,
-            blockers=() if blocker is None else (blocker,),
+            blockers=blockers,
         )
 
     def _resume(self, leg: GenLegT) -> None:
@@ -325,7 +330,9 @@ class GeneratingScheduler(Scheduler[GenLegT]):
             if leg.absences:
                 leg.absences.clear()
             self._put_out(leg, token_id, ended_ns)
-        self._last_batch = (len(batch), kv_tokens, self._took_ns(begun_ns, ended_ns))
+        took_ns = self._took_ns(begun_ns, ended_ns)
+        self._last_batch = (len(batch), kv_tokens, took_ns)
+        self._lately.append((len(batch), took_ns))
         self._joined.clear()
 
     def _took_ns(self, begun_ns: int, ended_ns: int) -> int:
@@ -356,6 +363,9 @@ class GeneratingScheduler(Scheduler[GenLegT]):
         size_before, kv_tokens_before, usual_ns = self._last_batch
         change = BatchChange(
             usual_ns=usual_ns,
+            fastest_ns=min(
+                (ns for size, ns in self._lately if size >= len(batch)), default=usual_ns
+            ),
             size=len(batch),
             size_before=size_before,
             kv_tokens=kv_tokens,

@@ -101,6 +101,8 @@ def plan_pages(
     slots += len(preempt)
     resume: list[str] = []
     waits: list[Wait] = []
+    gone = {running[len(stay) + n].request_id for n in range(len(preempt))}
+    takers = tuple(dict.fromkeys(p.blocker for p in preempt if p.blocker not in gone))
     first: str | None = None  # request that waits to come back: nobody does before it
     for index, sequence in enumerate(preempted):
         position = index - len(resume)  # those that come back are ahead no more
@@ -130,6 +132,15 @@ def plan_pages(
                     reason=WaitReason.HEAD_OF_LINE,
                     position=position,
                     blockers=(first,),
+                )
+            )
+        elif fits:  # but nobody comes back while others lose their pages
+            waits.append(
+                Wait(
+                    handoff_id=sequence.handoff_id,
+                    reason=WaitReason.PREEMPTED,
+                    position=position,
+                    blockers=takers[:MAX_BLOCKERS],
                 )
             )
         else:

@@ -94,6 +94,11 @@ def test_one_more_in_the_batch_does_not_explain_a_step_of_many_times_the_length(
     assert reason(100, step(0, 100), change=change)[0] is GapCause.UNKNOWN
 
 
+def test_slow_step_after_a_slow_step_is_not_the_batchs_fault_if_others_were_fast() -> None:
+    change = BatchChange(usual_ns=95 * MS, fastest_ns=6 * MS, size=6, size_before=6)
+    assert reason(100, step(0, 100), change=change)[0] is GapCause.UNKNOWN
+
+
 def test_first_step_of_all_did_not_grow() -> None:
     change = BatchChange(usual_ns=0, size=1, size_before=0, kv_tokens=9)
     assert reason(100, step(0, 100), change=change) == (GapCause.UNKNOWN, 0.1, None)

@@ -102,6 +102,14 @@ def test_coming_back_needs_a_slot() -> None:
     )
 
 
+def test_one_that_would_fit_while_another_goes_waits_for_who_takes_the_pages() -> None:
+    result = plan([run("a", 2, grow=1), run("b", 3), run("c", 9)], [out("d", 2)], free=0)
+    assert lost(result) == [("c", "r-a")]
+    (wait,) = result.waits
+    assert (wait.reason, wait.needed, wait.free) == (WaitReason.PREEMPTED, None, None)
+    assert (wait.position, wait.blockers) == (0, ("r-a",))
+
+
 def test_nobody_comes_back_in_a_turn_in_which_somebody_goes() -> None:
     result = plan([run("a", 2, grow=1), run("b", 9)], [out("c", 1)], free=0)
     assert lost(result) == [("b", "r-a")]
@@ -141,6 +149,10 @@ def test_pages_add_up_and_nobody_is_in_two_places(
     told = {wait.handoff_id for wait in result.waits}
     assert told == {s.handoff_id for s in preempted} - set(result.resume)
     assert len(result.resume) <= slots
+    lost_theirs = {f"r-{name}" for name in gone}
+    for wait in result.waits:
+        assert wait.needed is None or (wait.free is not None and wait.needed > wait.free)
+        assert wait.reason is not WaitReason.PREEMPTED or lost_theirs.isdisjoint(wait.blockers)
 
 
 @pytest.mark.parametrize("free", range(1, 5))

@@ -195,7 +195,7 @@ def test_token_that_comes_late_is_marked_with_its_cause(make_cluster: MakeCluste
     cluster.settle()
     gaps = [r.values for r in cluster.marks(Role.DECODE) if r.mark is Mark.TOKEN_GAP]
     assert gaps == [
-        (1, 0.3, GapCause.BATCH_GROWTH, 0.3, 1, 1, None),
+        (1, 0.3, GapCause.UNKNOWN, 0.3, 1, 1, None),
         (2, 0.3, GapCause.BATCH_GROWTH, 0.3, 2, 1, None),
     ]
 
