@@ -31,6 +31,7 @@ from pdtrace.duration import seconds_text
 from pdtrace.errors import PdtraceError, SourceError
 from pdtrace.health import read_health
 from pdtrace.live import DEFAULT_TIMEOUT_S, LookSource
+from pdtrace.patience import Patience
 from pdtrace.render import MAX_WIDTH, check_view, clean, stages_view, summary_table, why_view
 from pdtrace.run_looks import open_looks, run_of_agent
 from pdtrace.selection import (
@@ -58,6 +59,7 @@ EXIT_FAULT = 70
 EXIT_INTERRUPTED = 130
 
 _PIPE_WIDTH = 100
+_LEAST_WIDTH = 20
 _MAX_CANDIDATES = 10
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 _P = ParamSpec("_P")
@@ -104,6 +106,8 @@ JsonOption = Annotated[
 
 def main() -> None:
     """Entry point of the `pdtrace` command."""
+    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison] - closed by the caller
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for good
     app(prog_name="pdtrace")
 
 
@@ -203,17 +207,25 @@ def why(
     if request is not None and (slowest is not None or in_flight):
         option = "--in-flight" if in_flight else "--slowest N"
         raise UsageError(f"give an ID or {option}, not both")
+    progress = Patience(sys.stderr)
     sources = [run_of_agent(one) for one in source or [default_source()]]
     try:
         if in_flight:
-            selection = select_in_flight(sources, slowest or 1)
+            selection = select_in_flight(sources, slowest or 1, progress=progress)
         elif request is not None:
-            selection = select_request(sources, request, max_skew_ns=round(max_skew * 1e9))
+            selection = select_request(
+                sources, request, max_skew_ns=round(max_skew * 1e9), progress=progress
+            )
         else:
-            selection = select_slowest(sources, slowest or 1, max_skew_ns=round(max_skew * 1e9))
+            selection = select_slowest(
+                sources, slowest or 1, max_skew_ns=round(max_skew * 1e9), progress=progress
+            )
     except SeveralRequestsError as error:
+        progress.clear()
         _complain_of_several(error)
         return EXIT_BAD_INPUT
+    finally:
+        progress.clear()
     baselines = Baselines(selection.peers)
     pairs = [(timeline, judge(timeline, baselines)) for timeline in selection.chosen]
     if as_json:
@@ -381,14 +393,19 @@ def check(
 ) -> int:
     """Check a recording: time adds up, ids agree, parents exist, nothing is missing."""
     sources = [run_of_agent(one) for one in source or [default_source()]]
+    progress = Patience(sys.stderr)
     runs = [read_health(run) for run in run_directories(sources)]
     try:
-        recording = read_sources(sources)
+        recording = read_sources(sources, progress=progress)
+        progress(f"checking {len(recording.traces)} traces", None)
+        report = check_recording(recording, runs, max_skew_ns=round(max_skew * 1e9))
     except SourceError:
         if not any(run.is_ill for run in runs):
             raise
-        recording = empty_recording(sources)  # what happened to the processes is known all the same
-    report = check_recording(recording, runs, max_skew_ns=round(max_skew * 1e9))
+        # What happened to the processes is known all the same.
+        report = check_recording(empty_recording(sources), runs)
+    finally:
+        progress.clear()
     if as_json:
         _print_json(report.document())
     else:
@@ -513,8 +530,12 @@ def agent(
 
 def _console() -> tuple[Console, bool]:
     """Standard output, and whether it takes ASCII only. Pipes get a width of 100 columns."""
-    width = None
-    if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
+    columns = os.environ.get("COLUMNS", "")
+    asked = int(columns) if columns.isascii() and columns.isdigit() else 0
+    if not asked:
+        os.environ.pop("COLUMNS", None)  # rich would take 0 at its word
+    width = max(asked, _LEAST_WIDTH) if asked else None
+    if not asked and not sys.stdout.isatty():
         width = _PIPE_WIDTH
     console = _Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
     encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower().replace("-", "")

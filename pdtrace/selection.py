@@ -17,6 +17,7 @@ from pdtrace.assembly import assemble
 from pdtrace.errors import PdtraceError, SourceError
 from pdtrace.health import read_health
 from pdtrace.live import RingLooks, is_live
+from pdtrace.patience import Progress, no_progress
 from pdtrace.skew import MAX_SKEW_NS
 from pdtrace.sources import (
     RINGS_FOLDER,
@@ -67,14 +68,18 @@ class Selection:
 
 
 def select_slowest(
-    sources: Sequence[str | Path], count: int, *, max_skew_ns: int = MAX_SKEW_NS
+    sources: Sequence[str | Path],
+    count: int,
+    *,
+    max_skew_ns: int = MAX_SKEW_NS,
+    progress: Progress = no_progress,
 ) -> Selection:
     """The longest finished requests. Raises SourceError or SelectionError if there are none.
 
     max_skew_ns  as for `build_timeline`
     """
     runs = run_directories(sources)
-    recording, trouble = _recording(sources)
+    recording, trouble = _recording(sources, progress)
     peers = build_timelines(recording.traces, max_skew_ns=max_skew_ns)
     if trouble is not None:
         rings = _read_rings(runs)
@@ -90,7 +95,11 @@ def select_slowest(
 
 
 def select_request(
-    sources: Sequence[str | Path], wanted: str, *, max_skew_ns: int = MAX_SKEW_NS
+    sources: Sequence[str | Path],
+    wanted: str,
+    *,
+    max_skew_ns: int = MAX_SKEW_NS,
+    progress: Progress = no_progress,
 ) -> Selection:
     """The one request with that id, or with an id that begins so; finished, or in flight.
 
@@ -101,7 +110,7 @@ def select_request(
     if not wanted.strip():
         raise SelectionError("the id is empty; without an ID the slowest request is shown")
     runs = run_directories(sources)
-    recording, trouble = _recording(sources)
+    recording, trouble = _recording(sources, progress)
     if trouble is not None and not runs:
         raise trouble
     peers = build_timelines(recording.traces, max_skew_ns=max_skew_ns)
@@ -132,7 +141,9 @@ def select_request(
     )
 
 
-def select_in_flight(sources: Sequence[str | Path], count: int) -> Selection:
+def select_in_flight(
+    sources: Sequence[str | Path], count: int, *, progress: Progress = no_progress
+) -> Selection:
     """Unanswered requests, those first that exceed their stage's usual time by most; maybe none.
 
     Raises SelectionError if no source has rings, SourceError if none of them can be read.
@@ -146,7 +157,7 @@ def select_in_flight(sources: Sequence[str | Path], count: int) -> Selection:
         raise SelectionError(
             f"{name}: holds no rings, so nothing can be in flight; give a run directory"
         )
-    recording, _ = _recording(sources)
+    recording, _ = _recording(sources, progress)
     rings = _read_rings(runs, only=count)
     if (failure := rings.unreadable(name)) is not None:
         raise failure
@@ -163,12 +174,16 @@ def select_in_flight(sources: Sequence[str | Path], count: int) -> Selection:
     )
 
 
-def _recording(sources: Sequence[str | Path]) -> tuple[Recording, SourceError | None]:
+def _recording(
+    sources: Sequence[str | Path], progress: Progress
+) -> tuple[Recording, SourceError | None]:
     """What sources hold; an empty recording, and why, if there is nothing to read."""
     try:
-        return read_sources(sources), None
+        recording = read_sources(sources, progress=progress)
     except SourceError as error:
         return empty_recording(sources), error
+    progress(f"comparing {len(recording.traces)} traces", None)
+    return recording, None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

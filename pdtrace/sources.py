@@ -13,7 +13,7 @@ import os
 import stat
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -25,6 +25,7 @@ from pdtrace import otlp
 from pdtrace.errors import SourceError
 from pdtrace.foreign_otlp import NotTraces, decode_foreign
 from pdtrace.losses import STATE_NAME
+from pdtrace.patience import Progress, no_progress
 from pdtrace.ring import scan_rings
 from pdtrace.spans import Span, Trace
 
@@ -52,6 +53,7 @@ _MAGICS = (
     (b"\xfe\xff", "is UTF-16 text: convert it to UTF-8 first"),
 )
 _MAX_BAD_LINES = 100
+_TELL_EVERY = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +164,15 @@ def read_source(source: str | Path | None = None, *, stdin: IO[bytes] | None = N
     return read_sources([default_source() if source is None else source], stdin=stdin)
 
 
-def read_sources(sources: Sequence[str | Path], *, stdin: IO[bytes] | None = None) -> Recording:
+def read_sources(
+    sources: Sequence[str | Path],
+    *,
+    stdin: IO[bytes] | None = None,
+    progress: Progress = no_progress,
+) -> Recording:
     """Read several sources as one, such as the run directories of several hosts: spans of one trace
     come together whatever source they are in. Raises SourceError as `read_source`, for each."""
-    reader = _Reader()
+    reader = _Reader(progress)
     names: list[str] = []
     for source in sources:
         name = str(source)
@@ -175,7 +182,7 @@ def read_sources(sources: Sequence[str | Path], *, stdin: IO[bytes] | None = Non
         elif "://" in name:
             raise SourceError(f"{name}: addresses cannot be read; give {SUPPORTED}")
         else:
-            for path in _files(Path(name), reader.problems):
+            for path in reader.expecting(_files(Path(name), reader.problems)):
                 try:
                     with path.open("rb") as file:
                         reader.read(str(path), file)
@@ -283,13 +290,31 @@ class _Lines(Protocol):
 class _Reader:
     """Reads files one after another and keeps what they hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._expected_bytes = 0
+        self._done_bytes = 0
         self.problems = Problems()
         self.spans: list[Span] = []
         self.files = 0
         self.lines = 0
         self.usable = 0
         self.hint: str | None = None
+
+    def expecting(self, paths: Sequence[Path]) -> Iterator[Path]:
+        """The same files, so that it is known how far through them the reader is."""
+        sizes = [_size_of(path) for path in paths]
+        self._expected_bytes += sum(sizes)
+        for path, size in zip(paths, sizes, strict=True):
+            yield path
+            self._done_bytes += size
+
+    def _tell(self, file: IO[bytes]) -> None:
+        """Says how far it is. `file`: the one that is read, as opened."""
+        share = None
+        if self._expected_bytes and file.seekable():
+            share = (self._done_bytes + file.tell()) / self._expected_bytes
+        self._progress("reading traces", share)
 
     def recording(self, source: str) -> Recording:
         if self.usable == 0:
@@ -301,6 +326,7 @@ class _Reader:
             if self.problems.other_signals:
                 raise SourceError(f"{source}: holds metrics or logs, no traces")
             raise SourceError(f"{source}: is empty")
+        self._progress(f"joining {len(self.spans)} spans", None)
         traces = join_spans(self.spans, self.problems)
         return Recording(
             source=source,
@@ -321,15 +347,15 @@ class _Reader:
                     self.hint = self.hint or what
                     self._bad(name, 1, what)
                     return
+            lines: _Lines = stream
             if head.startswith(_GZIP):
-                self._read_lines(name, gzip.GzipFile(fileobj=stream))
-            else:
-                self._read_lines(name, stream)
+                lines = gzip.GzipFile(fileobj=stream)
+            self._read_lines(name, lines, lambda: self._tell(file))
         finally:
             stream.detach()  # the caller closes its file
 
-    def _read_lines(self, name: str, stream: _Lines) -> None:
-        lines = self._numbered(name, stream)
+    def _read_lines(self, name: str, stream: _Lines, tell: Callable[[], None]) -> None:
+        lines = self._numbered(name, stream, tell)
         for number, line in lines:
             if _opens_document(line):
                 self._read_document(name, number, line, lines)
@@ -339,11 +365,15 @@ class _Reader:
         for number, line in lines:
             self._read_line(name, number, line)
 
-    def _numbered(self, name: str, stream: _Lines) -> Iterator[tuple[int, bytes]]:
+    def _numbered(
+        self, name: str, stream: _Lines, tell: Callable[[], None]
+    ) -> Iterator[tuple[int, bytes]]:
         """Non-blank lines with their numbers, newline included where there is one."""
         number = 0
         while True:
             number += 1
+            if number % _TELL_EVERY == 0:
+                tell()
             try:
                 line = stream.readline(MAX_LINE_BYTES)
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -423,6 +453,14 @@ class _Reader:
         self.problems.bad_line_count += 1
         if len(self.problems.bad_lines) < _MAX_BAD_LINES:
             self.problems.bad_lines.append(BadLine(name, number, reason))
+
+
+def _size_of(path: Path) -> int:
+    """In bytes; 0 for what cannot be asked, opening it says why."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _rooted(span: Span) -> Span:

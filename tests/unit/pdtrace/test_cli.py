@@ -229,7 +229,7 @@ def test_bad_input_is_one_line_and_exit_code_2(data: bytes, message: str, tmp_pa
 def test_a_fault_of_pdtrace_is_one_line_and_exit_code_70(
     recording: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fault(sources: object) -> None:
+    def fault(sources: object, **options: object) -> None:
         raise ZeroDivisionError("by zero")
 
     monkeypatch.setattr(selection, "read_sources", fault)
@@ -429,3 +429,22 @@ def test_span_on_a_monotonic_clock_breaks_a_rule_and_no_length(tmp_path: Path) -
     [request] = json.loads(invoke("why", "one", "--from", path, "--json").stdout)["requests"]
     assert 0.8e9 < request["total_ns"] < 0.9e9
     assert request["unexplained_ns"] == pytest.approx(120e6, abs=1e5)
+
+
+@pytest.mark.parametrize(("columns", "width"), [("0", 100), ("x", 100), ("1", 20), ("60", 60)])
+def test_odd_widths_still_show_text(
+    recording: Path, monkeypatch: pytest.MonkeyPatch, columns: str, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    result = invoke("why", "--from", recording)
+    assert result.exit_code == 0
+    longest = max(map(len, result.stdout.splitlines()))
+    assert width / 2 < longest <= width
+
+
+def test_closed_standard_output_is_no_fault(recording: Path) -> None:
+    command = f"{sys.executable} -m pdtrace stages >&-"
+    finished = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (finished.returncode, finished.stderr) == (0, "")
