@@ -33,15 +33,42 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 SLOW_FAKE = "fake:step_ms=5,token_us=20"
 NUM_CLIENTS = 8
 ANSWERED_BEFORE = 12
-CHAIN_ENDS = {stage.end for stage in CHAINS[Mode.PD] if stage.end is not Mark.COMPLETED}
-HELD_IN = {
-    "gateway-0": ("gateway.dispatch", Mark.ROUTED),
-    "prefill-0": ("prefill.compute", Mark.PREFILL_STARTED),
-    "transfer-0": ("transfer", Mark.COPY_QUEUED),
-    "decode-0": ("decode.queue", Mark.KV_NOTICED),
-    "agent": ("decode.queue", Mark.KV_NOTICED),
-}
-"""Stage in which one request is held when a process is killed, and the mark that shows it there."""
+COLOCATED = ("--mode", "colocated")
+EARLY = ("--first-token", "prefill")
+TCP = ("--transfer", "tcp")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Who is killed while one request is held in a stage, and the mark that shows it there.
+
+    open_here   whether the victim has requests open: then their stages close as lost by its name
+    """
+
+    victim: str
+    stage: str
+    shown_by: Mark
+    options: tuple[str, ...] = ()
+    mode: Mode = Mode.PD
+    open_here: bool = True
+
+    def __str__(self) -> str:
+        return "-".join((self.victim, *(option.strip("-") for option in self.options[1:])))
+
+
+KILLS = (
+    Kill("gateway-0", "gateway.dispatch", Mark.ROUTED),
+    Kill("prefill-0", "prefill.compute", Mark.PREFILL_STARTED),
+    Kill("transfer-0", "transfer", Mark.COPY_QUEUED),
+    Kill("decode-0", "decode.queue", Mark.KV_NOTICED),
+    Kill("agent", "decode.queue", Mark.KV_NOTICED, open_here=False),
+    Kill("worker-0", "decode.first", Mark.PREFILL_FINISHED, COLOCATED, Mode.COLOCATED),
+    Kill("prefill-0", "prefill.compute", Mark.PREFILL_STARTED, EARLY, Mode.PD_EARLY),
+    Kill("decode-0", "decode.queue", Mark.KV_NOTICED, EARLY, Mode.PD_EARLY),
+    Kill("transfer-0", "transfer", Mark.COPY_QUEUED, TCP),
+    # It receives for decode's host, and has nothing of its own to tell.
+    Kill("transfer-1", "transfer", Mark.COPY_QUEUED, TCP, open_here=False),
+)
 HELD_MS = 15_000
 HELD = "held"
 
@@ -118,33 +145,35 @@ def wait_for_mark(run_dir: Path, request_id: str, mark: Mark) -> None:
 class Aftermath:
     """What is left of a run in which `victim` was killed."""
 
-    victim: str
+    kill: Kill
     run_dir: Path
     traces: dict[str, Trace]
     load: Load
     stderr: str
+
+    @property
+    def victim(self) -> str:
+        return self.kill.victim
 
     def spans(self) -> Iterator[Span]:
         for trace in self.traces.values():
             yield from trace.spans
 
 
-@pytest.fixture(
-    scope="module", params=["gateway-0", "prefill-0", "transfer-0", "decode-0", "agent"]
-)
+@pytest.fixture(scope="module", params=KILLS, ids=str)
 def aftermath(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Aftermath:
-    victim: str = request.param
+    kill: Kill = request.param
+    victim = kill.victim
     run_dir = tmp_path_factory.mktemp(victim) / "run"
-    stage, shown_by = HELD_IN[victim]
-    with running_server(run_dir, "--allow-faults", model=SLOW_FAKE) as server:
+    with running_server(run_dir, "--allow-faults", *kill.options, model=SLOW_FAKE) as server:
         load = Load(server)
-        held = threading.Thread(target=load.ask_once, args=(HELD, {stage: HELD_MS}))
+        held = threading.Thread(target=load.ask_once, args=(HELD, {kill.stage: HELD_MS}))
         try:
             load.until_answered(ANSWERED_BEFORE)
             held.start()
-            wait_for_mark(run_dir, HELD, shown_by)
+            wait_for_mark(run_dir, HELD, kill.shown_by)
             pid = server.pid(victim)
             os.kill(pid, signal.SIGKILL)
             if victim == "agent":
@@ -156,7 +185,7 @@ def aftermath(
         assert not is_running(pid)
     traces = {trace.trace_id: trace for trace in read_source(run_dir).traces}
     stderr = run_dir.with_name(run_dir.name + ".stderr").read_text()
-    return Aftermath(victim, run_dir, traces, load, stderr)
+    return Aftermath(kill, run_dir, traces, load, stderr)
 
 
 def test_every_request_in_the_rings_has_its_spans_once(aftermath: Aftermath) -> None:
@@ -180,6 +209,7 @@ def test_every_mark_written_is_in_a_span(aftermath: Aftermath) -> None:
     for span in aftermath.spans():
         known = instants.setdefault(span.trace_id, set())
         known.update((span.attributes[a.BEGIN_NS.key], span.attributes[a.END_NS.key]))
+    ends = {stage.end for stage in CHAINS[aftermath.kill.mode] if stage.end is not Mark.COMPLETED}
     written = 0
     missing: list[str] = []
     for path in scan_rings(aftermath.run_dir / "rings"):
@@ -188,7 +218,7 @@ def test_every_mark_written_is_in_a_span(aftermath: Aftermath) -> None:
             assert (reader.missed, reader.torn) == (0, 0)
         traces = {r.key: r.context.trace_id for r in records if isinstance(r, OpenRecord)}
         for record in records:
-            if isinstance(record, MarkRecord) and record.mark in CHAIN_ENDS:
+            if isinstance(record, MarkRecord) and record.mark in ends:
                 written += 1
                 if record.t_ns not in instants.get(traces[record.key], set()):
                     missing.append(f"{record.mark.name} of {traces[record.key]} at {record.t_ns}")
@@ -207,7 +237,7 @@ def test_open_stages_of_the_dead_close_as_lost_with_its_name(aftermath: Aftermat
         assert not lost
         return
     by = {str(span.attributes[a.OUTCOME_BY.key]) for span in lost}
-    assert aftermath.victim in by
+    assert (aftermath.victim in by) is aftermath.kill.open_here
     # The launcher kills what does not stop in time after the victim's death, and says so.
     assert all(
         f"warning: {name} did not stop in time" in aftermath.stderr
