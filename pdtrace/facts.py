@@ -113,7 +113,7 @@ def waits_told(item: Placed) -> tuple[Wait, ...]:
     waits: list[Wait] = []
     for position, event in enumerate(events):
         begin = event.time_ns + shift
-        end = item.end
+        end = min(item.end, item.limit)  # what lasted beyond its request held nobody up
         if position + 1 < len(events):
             end = min(end, events[position + 1].time_ns + shift)
         held = max(0, end - max(begin, item.begin))

@@ -54,6 +54,9 @@ __all__ = [
 _MIRRORS = {"decode.reserve": "prefill.bootstrap"}
 
 
+_WORKER_LOST = "worker_lost"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictPolicy:
     """When an excess counts as a stall. Raises ValueError for values out of range.
@@ -427,7 +430,8 @@ def _sentence(
         case VerdictKind.ENDED:
             sentence = f"{name} {_ending(timeline)}"
             if timeline.outcome_stage in {stage, chosen.leaf.outer}:
-                sentence += f" in {stage}: {took} in that stage, {total} in all.{because}"
+                where = f"{stage}{_lost_on(timeline, chosen.leaf)}"
+                sentence += f" in {where}: {took} in that stage, {total} in all.{because}"
             else:
                 sentence += f" after {total}; {stage} took {took}.{because}"
             if stall is not None and stall.leaf.name != stage:
@@ -503,6 +507,15 @@ def _excess(assessment: Assessment) -> str:
     if assessment.usual.ns < 1_000:
         return f"{took}, where others have none"
     return f"{took} instead of the usual {usual}"
+
+
+def _lost_on(timeline: Timeline, leaf: Leaf) -> str:
+    """` on prefill-0`, of a request whose worker vanished, where the sentence does not name it."""
+    visits = timeline.visits_of(leaf.name)
+    instance = visits[-1].instance if visits else None
+    if timeline.outcome_reason != _WORKER_LOST or instance in {None, timeline.outcome_by}:
+        return ""
+    return f" on {instance}"
 
 
 def _ending(timeline: Timeline) -> str:

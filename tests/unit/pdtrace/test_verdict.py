@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdtrace import semconv as a
 from pdtrace.baselines import Baselines, RollingBaselines
-from pdtrace.spans import AttrValue
+from pdtrace.spans import AttrValue, Event
 from pdtrace.stages import CHAINS, STAGES, Mode, Outcome
 from pdtrace.timeline import Timeline, build_timeline
 from pdtrace.verdict import (
@@ -240,6 +240,32 @@ def test_unfinished_request_names_the_stage_it_ended_in(
         in verdict.sentence
     )
     assert "Waited for KV pages." in verdict.sentence
+
+
+def test_worker_that_vanished_is_named_and_its_wait_ends_with_the_request() -> None:
+    """A worker that was stopped goes on later, with what nobody waits for any more."""
+    trace = Story(
+        request_id="ended",
+        outcome=Outcome.FAILED,
+        reason="worker_lost",
+        by="gateway",
+        ends_in="prefill.compute",
+    ).trace()
+    [computed] = [s for s in trace.spans if s.attributes.get(a.STAGE.key) == "prefill.compute"]
+    late = replace(
+        computed,
+        end_ns=computed.end_ns + 9_000_000_000,
+        attributes={**computed.attributes, a.END_NS.key: computed.end_ns + 9_000_000_000},
+        events=(Event("wait", computed.start_ns, {a.WAIT_REASON.key: "injected"}),),
+    )
+    spans = [late if span is computed else span for span in trace.spans]
+    timeline = build_timeline(replace(trace, spans=spans))
+    [verdict] = judge_all([timeline])
+    assert "failed by gateway (worker_lost) in prefill.compute on prefill-0: " in verdict.sentence
+    [wait] = timeline.waits_of("prefill.compute")
+    assert wait.at_ns is not None
+    assert wait.for_ns is not None
+    assert wait.at_ns + wait.for_ns <= timeline.total_ns
 
 
 def test_unfinished_request_also_tells_what_held_it_up_before() -> None:
