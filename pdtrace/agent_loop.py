@@ -49,6 +49,12 @@ MAX_STUCK_LINES = 20
 MAX_STUCK_KEPT = 10_000
 """Requests in flight of which the state says that they were reported; the latest."""
 
+_ROUND_S = 0.5
+"""The loop looks up at least so often, whatever there is to read: to write the state, to stop."""
+
+_AT_ONCE = 128
+"""Requests whose spans are in memory at a time."""
+
 _LOOK_SHARE = 0.05
 """Part of the agent's time that looking for stuck requests may take, however many are open."""
 
@@ -194,16 +200,17 @@ class Agent:
 
     # -- the loop ----------------------------------------------------------------------------
 
-    def poll(self) -> int:
-        """Reads what is there, hands on what is finished; returns the number of records read."""
-        now_ns = time.monotonic_ns()
+    def poll(self, *, enough: Callable[[], bool] = lambda: False) -> int:
+        """Reads what is there, hands on what is finished; returns the number of records read.
+
+        enough  asked every few milliseconds: once it says so the rest is left to the next call
+        """
         before = self._tails.counts.records
-        caught_up = self._tails.read(now_ns, self._delivery.position or SinkPosition())
-        finished: list[CollectedRequest] = []
-        if caught_up:
-            with self._tails.lock:
-                finished = self._tracker.finished(now_ns)
-        self._deliver(finished)
+        now_ns = time.monotonic_ns()
+        position = self._delivery.position or SinkPosition()
+        caught_up = self._tails.read(now_ns, position, enough=enough)
+        if caught_up or self._tracker.num_done:
+            self._hand_on(now_ns, enough)
         now_s = time.monotonic()
         if self._tails.at_end:
             self._caught_up_s = now_s
@@ -214,35 +221,61 @@ class Agent:
         self._polled_s = time.monotonic()
         return self._tails.counts.records - before
 
+    def _hand_on(self, now_ns: int, enough: Callable[[], bool]) -> None:
+        """A few at a time: spans of thousands of requests would not fit into memory."""
+        while True:
+            with self._tails.lock:
+                finished = self._tracker.finished(
+                    now_ns, at_most=_AT_ONCE, gateways_behind=self._tails.gateways_behind
+                )
+            self._deliver(finished)
+            if not self._tracker.num_done or enough():
+                return
+
     def run(self, stop: Stop, *, until_closed: bool = False) -> None:
         """Polls until `stop` is set or, with `until_closed`, until every ring is finished.
 
         When told to stop it goes on for up to `grace_s`, and half of `flush_s`, while rings are
-        still written, so that a server that is told at the same time gets its last words in.
+        still written, so that a server that is told at the same time gets its last words in. What
+        it cannot read and write within that time stays in the rings.
         """
         interval_s = self.config.poll_s
-        self.poll()
+
+        def soon() -> Callable[[], bool]:
+            until_s = time.monotonic() + _ROUND_S
+            return lambda: stop.is_set() or time.monotonic() >= until_s
+
+        self.poll(enough=soon())
         if not self._tails.counts.rings:
             _log.info("no ring to read in %s yet", self._tails.directory)
         while not stop.is_set():
-            if self.poll():
+            if self.poll(enough=soon()):
                 interval_s = self.config.poll_s
             else:
                 interval_s = min(interval_s * 1.5, self.config.idle_poll_s)
             if until_closed and self._tails.num_finished and self.is_drained:
                 break
-            if self._tails.at_end:
+            if self._tails.at_end and not self._tracker.num_done:
                 stop.wait(interval_s)
         self._told_to_stop_s = time.monotonic()
-        deadline = self._told_to_stop_s + min(self.config.grace_s, self.config.flush_s / 2)
+        last_words_s = self._told_to_stop_s + min(self.config.grace_s, self.config.flush_s / 2)
+        deadline_s = self._told_to_stop_s + self.config.flush_s * 0.75
+
+        def is_over() -> bool:
+            return time.monotonic() >= deadline_s
+
         while True:
-            self.poll()
-            if self.is_drained or time.monotonic() >= deadline:
+            self.poll(enough=is_over)
+            if self.is_drained or time.monotonic() >= last_words_s:
                 break
             time.sleep(self.config.poll_s)
-        with self._tails.lock:
-            ended = self._tracker.finish_ended()
-        self._deliver(ended)
+        # Of what a ring still holds, nobody knows to which of the requests that have ended it is.
+        while self._tails.at_end and not is_over():
+            with self._tails.lock:
+                ended = self._tracker.finish_ended(at_most=_AT_ONCE)
+            if not ended:
+                break
+            self._deliver(ended)
 
     @property
     def is_drained(self) -> bool:

@@ -14,6 +14,7 @@ import resource
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,6 +132,20 @@ class _Left:
     since: Since
 
 
+@dataclass(slots=True)
+class _Round:
+    """A round through the rings.
+
+    gone     why a ring's writer records no more, as found before the ring was read
+    drained  whether a ring was read to its end
+    left     rings that are still to be read
+    """
+
+    gone: dict[str, str | None] = field(default_factory=dict[str, "str | None"])
+    drained: dict[str, bool] = field(default_factory=dict[str, bool])
+    left: deque[str] = field(default_factory=deque[str])
+
+
 class RingTails:
     """The rings of `directory`, fed into `tracker`. One thread reads; any may ask `processes` and
     `losses`.
@@ -173,6 +188,8 @@ class RingTails:
         self._waiting: set[str] = set()
         self._max_tails = _max_open_rings()
         self._said: set[str] = set()
+        self._round: _Round | None = None
+        self._passed_over: set[str] = set()
 
     @property
     def num_live(self) -> int:
@@ -182,7 +199,12 @@ class RingTails:
     @property
     def at_end(self) -> bool:
         """Whether the last round left nothing unread, gateways included."""
-        return all(tail.at_end for tail in self._tails.values())
+        return self._round is None and all(tail.at_end for tail in self._tails.values())
+
+    @property
+    def gateways_behind(self) -> bool:
+        """Whether a gateway's ring holds what was not read yet."""
+        return any(tail.is_gateway and not tail.at_end for tail in self._tails.values())
 
     @property
     def live(self) -> Collection[str]:
@@ -194,40 +216,72 @@ class RingTails:
         """Rings whose writer is gone and which are read to their end."""
         return len(self._left) + sum(1 for state in self._known.values() if state.finished)
 
-    def read(self, now_ns: int, sink_position: SinkPosition) -> bool:
+    def read(
+        self,
+        now_ns: int,
+        sink_position: SinkPosition,
+        *,
+        enough: Callable[[], bool] = lambda: False,
+    ) -> bool:
         """Reads what the rings hold, and takes leave of those whose writer is gone; whether all of
         it was read. `sink_position` is kept for `states`.
 
         Gateways come first, once: whatever led to the end of a request is then in the other rings
         already, also in those that are found only afterwards.
+
+        enough  asked between reads: once it says so the round is left, and the next call goes on
+                with it
         """
-        self._find()
-        gateways = [name for name, tail in self._tails.items() if tail.is_gateway]
-        gone = {name: self._gone(name) for name in gateways}
-        drained = {
-            name: self._drain(
-                name, now_ns, sink_position, max_reads=1, final=gone.get(name) is not None
-            )
-            for name in gateways
-            if name in self._tails
-        }
-        self._find()
-        caught_up = True
-        for name in [name for name, tail in self._tails.items() if not tail.is_gateway]:
-            gone[name] = self._gone(name)
+        if self._round is None:
+            self._round = self._begin_round(now_ns, sink_position, enough)
+        round = self._round
+        while round.left:
+            name = round.left[0]
+            gone = round.gone[name] = self._gone(name)
             if name in self._tails:
-                drained[name] = self._drain(
-                    name, now_ns, sink_position, final=gone[name] is not None
+                is_read = round.drained[name] = self._drain(
+                    name, now_ns, sink_position, final=gone is not None, enough=enough
                 )
-                caught_up = caught_up and drained[name]
-        for name, reason in gone.items():
-            if reason is not None and drained.get(name) and name in self._tails:
+                if not is_read and enough():
+                    return False
+            round.left.popleft()
+            if round.left and enough():
+                return False
+        self._round = None
+        for name, reason in round.gone.items():
+            if reason is not None and round.drained.get(name) and name in self._tails:
                 seen = self._tails[name].seen_alive
                 self._leave(name, time.monotonic_ns() if seen else None, reason)
-        return caught_up
+        return all(round.drained.values())
+
+    def _begin_round(
+        self, now_ns: int, sink_position: SinkPosition, enough: Callable[[], bool]
+    ) -> _Round:
+        """One read of each gateway; the other rings are left to be read to their end."""
+        self._find()
+        round = _Round()
+        drained: dict[str, bool] = {}
+        gateways = [name for name, tail in self._tails.items() if tail.is_gateway]
+        # Who had to wait in the last round comes first.
+        for name in sorted(gateways, key=lambda name: name not in self._passed_over):
+            if drained and enough():
+                self._tails[name].at_end = False
+                continue
+            round.gone[name] = gone = self._gone(name)
+            if name in self._tails:
+                drained[name] = self._drain(
+                    name, now_ns, sink_position, max_reads=1, final=gone is not None
+                )
+        self._passed_over = set(gateways) - set(drained)
+        self._find()
+        # Only of one that is read to its end it takes leave.
+        round.gone = {name: gone for name, gone in round.gone.items() if drained.get(name)}
+        round.drained = dict.fromkeys(round.gone, True)
+        round.left = deque(name for name, tail in self._tails.items() if not tail.is_gateway)
+        return round
 
     def _gone(self, name: str) -> str | None:
-        """Why a ring's writer records no more; None while it may."""
+        """Why a ring's writer records no more; None while it may, or if that cannot be read."""
         tail = self._tails[name]
         try:
             state = tail.reader.writer_state()
@@ -437,6 +491,7 @@ class RingTails:
         *,
         max_reads: int = _MAX_READS,
         final: bool = False,
+        enough: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Feeds what a ring holds; whether it was read to its end."""
         tail = self._tails[name]
@@ -463,6 +518,8 @@ class RingTails:
             for root in appeared:
                 tail.since.setdefault(root, since)
             tail.caught_up = tail.caught_up or tail.at_end
+            if enough():
+                break
         return False
 
     def _choose_steps(

@@ -19,6 +19,7 @@ What arrives for a finished request is late: counted, not kept.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -180,6 +181,8 @@ class RequestTracker:
         """Requests that may have finished with what was read since the last question."""
         self._due: list[tuple[int, int, str]] = []
         """Requests that time alone may finish: a heap of (when, order, root)."""
+        self._done: deque[tuple[OpenRequest, str | None]] = deque()
+        """Requests that are finished and were not asked for yet."""
 
     # -- input -------------------------------------------------------------------------------
 
@@ -277,6 +280,11 @@ class RequestTracker:
     def num_open(self) -> int:
         return len(self._open)
 
+    @property
+    def num_done(self) -> int:
+        """Requests known to be finished that `finished` has not returned yet, at most."""
+        return len(self._done)
+
     def is_open(self, root_span_id: str) -> bool:
         """Whether a request is in flight."""
         return root_span_id in self._open
@@ -318,8 +326,27 @@ class RequestTracker:
             if request.context.request_id == request_id
         ]
 
-    def finished(self, now_ns: int) -> list[CollectedRequest]:
-        """Requests whose spans can be built, oldest first. Each is returned once."""
+    def finished(
+        self, now_ns: int, *, at_most: int | None = None, gateways_behind: bool = False
+    ) -> list[CollectedRequest]:
+        """Requests whose spans can be built, oldest first. Each is returned once.
+
+        at_most          requests to return; the others stay in flight until the next call
+        gateways_behind  not all that the gateways wrote was read: what is missing may be there, so
+                         that nobody is given up
+        """
+        if not self._done:
+            self._decide(now_ns, gateways_behind)
+        finished: list[CollectedRequest] = []
+        while self._done and (at_most is None or len(finished) < at_most):
+            request, gave_up = self._done.popleft()
+            root = request.context.root_span_id
+            # What was read since may have changed it.
+            if root not in self._changed and self._open.get(root) is request:
+                finished.append(self._finish(request, gave_up))
+        return finished
+
+    def _decide(self, now_ns: int, gateways_behind: bool) -> None:
         done: list[tuple[OpenRequest, str | None]] = []
         instances = self._instances()
         changed, self._changed = self._changed, {}
@@ -335,27 +362,30 @@ class RequestTracker:
             if request is None:
                 continue
             is_done, gave_up, due_ns = self._verdict(request, instances, now_ns)
+            if is_done and gateways_behind and (gave_up or not request.has_gateway):
+                is_done, due_ns = False, now_ns + self._grace_ns
             if is_done:
                 done.append((request, gave_up))
             elif due_ns is not None and (request.due_ns is None or due_ns < request.due_ns):
                 request.due_ns = due_ns
                 heapq.heappush(due, (due_ns, request.begun, root))
         done.sort(key=lambda pair: pair[0].begun)
-        finished = [self._finish(request, gave_up) for request, gave_up in done]
-        excess = len(self._open) - self._max_open
+        excess = len(self._open) - len(done) - self._max_open
         if excess > 0:
             self.counts.evicted += excess
-            oldest = list(islice(self._open.values(), excess))
-            finished += (self._finish(request, "too many requests in flight") for request in oldest)
-        return finished
+            decided = {id(request) for request, _ in done}
+            oldest = (one for one in self._open.values() if id(one) not in decided)
+            done += ((one, "too many requests in flight") for one in islice(oldest, excess))
+        self._done.extend(done)
 
-    def finish_ended(self) -> list[CollectedRequest]:
-        """Requests that have ended, without waiting for their legs; the others stay in flight."""
+    def finish_ended(self, *, at_most: int | None = None) -> list[CollectedRequest]:
+        """Requests that have ended, without waiting for their legs, oldest first; the others stay
+        in flight."""
         instances = self._instances()
         ended = [request for request in self._open.values() if request.ended_ns is not None]
         return [
             self._finish(request, self._still_waits_for(request, instances))
-            for request in sorted(ended, key=attrgetter("begun"))
+            for request in sorted(ended, key=attrgetter("begun"))[:at_most]
         ]
 
     # -- inside ------------------------------------------------------------------------------

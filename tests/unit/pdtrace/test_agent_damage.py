@@ -1,4 +1,5 @@
-"""Rings, files and states that somebody damages, deletes, replaces or brings too many of."""
+"""Rings, files and states that somebody damages, deletes, replaces or brings too many of, or too
+much at once."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -26,7 +28,7 @@ from pdtrace.recorder import Recorder, RequestTrace
 from pdtrace.ring import RingCapacity, scan_rings
 from pdtrace.sink import lines_since
 from pdtrace.spans import Span
-from pdtrace.stages import Mark, Outcome, Role
+from pdtrace.stages import Mark, Mode, Outcome, Role
 from pdtrace.testing import open_recorders, record_request
 
 WITHIN_S = 60.0
@@ -228,6 +230,81 @@ def test_requests_whose_records_were_overwritten_or_torn_in_one_read_say_so_and_
         "damaged": ["lost 1 records"],
         "after": [],
     }
+
+
+def record_many(run: Path, count: int) -> None:
+    """Requests through a gateway and a worker, whose rings hold more than is read at once."""
+    rings, capacity = run / "rings", RingCapacity(blocks=128)
+    with (
+        Recorder.open(
+            rings, role=Role.GATEWAY, instance="gateway-0", capacity=capacity, budget=None
+        ) as gateway,
+        Recorder.open(
+            rings, role=Role.WORKER, instance="worker-0", capacity=capacity, budget=None
+        ) as worker,
+    ):
+        for number in range(count):
+            context = RequestContext.create(request_id=f"r-{number}", mode=Mode.COLOCATED)
+            request, leg = gateway.begin(context), worker.begin(context)
+            request.mark(Mark.RECEIVED, "POST", "/v1/completions", "text_completion")
+            request.mark(Mark.TOKENIZED, "model", 12, 16, False, Mode.COLOCATED)
+            request.mark(Mark.ADMITTED)
+            request.mark(Mark.ROUTED, "worker-0", "worker-0")
+            request.mark(Mark.DISPATCHED)
+            leg.mark(Mark.PREFILL_RECEIVED)
+            leg.mark(Mark.RESERVE_RECEIVED)
+            leg.mark(Mark.PREFILL_STARTED)
+            leg.mark(Mark.PREFILL_FINISHED)
+            leg.mark(Mark.FIRST_TOKEN_COMMITTED)
+            leg.mark(Mark.DECODE_FINISHED, 16)
+            leg.end()
+            request.mark(Mark.COMPLETED, Outcome.COMPLETED, None, None, 200, 16)
+            request.end()
+
+
+def test_request_is_not_given_up_as_without_gateway_while_that_is_still_read(
+    tmp_path: Path,
+) -> None:
+    record_many(tmp_path, 5_000)
+    summary = drained(tmp_path, AgentConfig(poll_s=0.01, grace_s=0.0, state_s=0.0))
+    assert (summary.requests, summary.incomplete, summary.late) == (5_000, 0, 0)
+    assert len(written(tmp_path)) == 5_000
+
+
+def test_agent_looks_up_in_a_backlog_and_another_goes_on_anywhere_in_it(tmp_path: Path) -> None:
+    count = 3_000
+    record_many(tmp_path, count)
+    done, rounds = 0, 0
+    while done < count:
+        agent = agent_of(tmp_path)
+        for _ in range(3 + rounds):
+            before = agent.summary()
+            agent.poll(enough=lambda: True)
+            after = agent.summary()
+            assert after.records - before.records < 40_000  # one read of each of two rings
+            assert after.requests - before.requests <= 128
+        rounds += 1
+        assert rounds < 100
+        done += agent.close().requests
+    assert rounds > 5
+    found = written(tmp_path)
+    assert len(found) == count
+    assert not [spans for spans in found.values() if a.INCOMPLETE.key in spans[0].attributes]
+
+
+def test_agent_that_is_told_to_stop_in_a_backlog_leaves_the_rest_to_the_next(
+    tmp_path: Path,
+) -> None:
+    record_many(tmp_path, 3_000)
+    stop = threading.Event()
+    stop.set()
+    agent = agent_of(tmp_path, AgentConfig(grace_s=0.2, flush_s=0.05))
+    agent.run(stop)
+    first = agent.close()
+    second = drained(tmp_path)
+    assert first.requests + second.requests == 3_000
+    assert first.incomplete + second.incomplete == 0
+    assert len(written(tmp_path)) == 3_000
 
 
 # -- files of traces -------------------------------------------------------------------------
