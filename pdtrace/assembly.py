@@ -106,7 +106,10 @@ class _Assembly:
         }
         clock_id = evidence.reference.clock_id
         self.several_clocks = any(leg.process.clock_id != clock_id for leg in evidence.legs)
-        self.drafts: dict[tuple[int, str], list[Draft]] = {}
+        self.drafts: dict[int, dict[str, list[Draft]]] = {
+            number: {} for number in evidence.attempts
+        }
+        """By attempt and stage; the request's own stages stand with the last attempt."""
         self.homeless: dict[int, list[Stamp]] = {}
         """Marks whose stage has no span: their facts go to the attempt."""
 
@@ -127,7 +130,12 @@ class _Assembly:
             self._attach_waits(attempt)
             self._attach_steps(attempt)
         self._attach_stuck()
-        stages = [draft for drafts in self.drafts.values() for draft in drafts]
+        stages = [
+            draft
+            for by_name in self.drafts.values()
+            for drafts in by_name.values()
+            for draft in drafts
+        ]
         stages.sort(key=_begin_ns)
         gateway = self.evidence.gateway
         if gateway is None:
@@ -172,14 +180,14 @@ class _Assembly:
         last = self.evidence.last_attempt
         plan = self.plans["gateway.finish"]
         done = (
-            self.evidence.end.outcome == Outcome.COMPLETED
-            or (last.number, plan.name) in self.drafts
+            self.evidence.end.outcome == Outcome.COMPLETED or plan.name in self.drafts[last.number]
         )
         if completed is None or done or self.evidence.gateway is None:
             return
         ends = [
             draft.end_ns
-            for (_, name), drafts in self.drafts.items()
+            for by_name in self.drafts.values()
+            for name, drafts in by_name.items()
             if self.plans[name].in_chain
             for draft in drafts
         ]
@@ -194,14 +202,13 @@ class _Assembly:
         beside: list[tuple[int, Draft]] = []
         chain_ends: set[int] = set()
         streams = self.evidence.streams
-        for (number, name), drafts in self.drafts.items():
-            plan = self.plans[name]
-            in_chain = plan.in_chain and (streams or plan.end is not Mark.FIRST_TOKEN_SENT)
-            for draft in drafts:
-                if in_chain:
-                    chain_ends.add(draft.ends_shown_at())
+        for number, by_name in self.drafts.items():
+            for name, drafts in by_name.items():
+                plan = self.plans[name]
+                if plan.in_chain and (streams or plan.end is not Mark.FIRST_TOKEN_SENT):
+                    chain_ends.update([draft.ends_shown_at() for draft in drafts])
                 else:
-                    beside.append((number, draft))
+                    beside += [(number, draft) for draft in drafts]
         for number, draft in beside:
             draft.gap_ns = SIDE_GAP_NS
             draft.shown_until_ns = self.evidence.attempts[number].end.t_ns
@@ -287,16 +294,20 @@ class _Assembly:
         index: int = 0,
     ) -> Draft:
         number, name = attempt.number, plan.name
+        by_name = self.drafts[number]
         begin_ns = begin if isinstance(begin, int) else begin.t_ns
         attributes = self.templates[number].copy()
         attributes[_STAGE] = name
         attributes[_STAGE_KIND] = plan.kind_of_time
+        parent_id = self.request.root_span_id if plan.at_root else attempt.ids.span_id
+        if plan.nested_in in by_name:  # chain stages come first: it is there if its marks are
+            parent_id = by_name[plan.nested_in][0].span_id
         draft = Draft(
             name,
             derived_span_id(
                 self.id_bases[number], plan.salt if not index else numbered_salt(name, index)
             ),
-            self._parent_id(plan, attempt),
+            parent_id,
             leg,
             begin_ns,
             end_ns if end_ns > begin_ns else begin_ns,
@@ -310,11 +321,10 @@ class _Assembly:
             self._flag_disorder(draft, begin_ns - end_ns, stamps)
         if self.several_clocks and self.evidence.is_foreign(leg):
             self._place_on_own_clock(draft, end_ns)
-        drafts = self.drafts.get((number, name))
-        if drafts is None:
-            self.drafts[number, name] = [draft]
+        if name in by_name:
+            by_name[name].append(draft)
         else:
-            drafts.append(draft)
+            by_name[name] = [draft]
         return draft
 
     def _flag_disorder(self, draft: Draft, by_ns: int, stamps: Sequence[Stamp]) -> None:
@@ -337,15 +347,6 @@ class _Assembly:
         anchor = draft.leg.process.anchor
         draft.wall_offset_ns = anchor.wall_ns - anchor.monotonic_ns - draft.alignment.offset_ns
 
-    def _parent_id(self, plan: StagePlan, attempt: Attempt) -> str:
-        if plan.at_root:
-            return self.request.root_span_id
-        if plan.nested_in is not None:
-            # Chain stages are drafted first, so the parent is there if its marks are.
-            for draft in self.drafts.get((attempt.number, plan.nested_in), ()):
-                return draft.span_id
-        return attempt.ids.span_id
-
     def _identity(self, attempt: Attempt) -> dict[str, AttrValue]:
         attributes: dict[str, AttrValue] = {
             a.REQUEST_ID.key: self.request.request_id,
@@ -363,20 +364,17 @@ class _Assembly:
             name = self.landing.get(mark)
             drafts = None
             if name is not None:
-                drafts = self.drafts.get((last if self.plans[name].at_root else number, name))
+                drafts = self.drafts[last if self.plans[name].at_root else number].get(name)
             if drafts:
                 put_attributes(drafts[0], stamp, overwrite=False)
             else:
                 self.homeless.setdefault(number, []).append(stamp)
 
-    def _drafts_of(self, name: str | None, attempt: Attempt) -> Sequence[Draft]:
+    def _drafts_of(self, name: str, attempt: Attempt) -> Sequence[Draft]:
         """Spans of a stage in `attempt`; the request's own stages stand with its last attempt."""
-        if name is None:
-            return ()
-        last = self.evidence.last_attempt.number
-        if STAGE_BY_NAME[name].parent == ROOT_SPAN:
-            return self.drafts.get((last, name), ())
-        return self.drafts.get((attempt.number, name), ())
+        at_root = self.plans[name].at_root
+        number = self.evidence.last_attempt.number if at_root else attempt.number
+        return self.drafts[number].get(name, ())
 
     def _attach_waits(self, attempt: Attempt) -> None:
         by_draft: dict[str, tuple[Draft, list[Stamp]]] = {}
@@ -391,7 +389,7 @@ class _Assembly:
 
     def _waiting_draft(self, attempt: Attempt, stamp: Stamp) -> Draft | None:
         name = str(stamp.value(a.WAIT_STAGE))
-        candidates = self._drafts_of(name if name in STAGE_BY_NAME else None, attempt)
+        candidates = self._drafts_of(name, attempt) if name in STAGE_BY_NAME else ()
         for draft in candidates:
             if draft.begin_ns <= stamp.t_ns <= draft.end_ns:
                 return draft
@@ -411,10 +409,13 @@ class _Assembly:
         draft.links += tuple(self._blocker_links(stamps))
 
     def _blocker_links(self, stamps: Sequence[Stamp]) -> Iterable[Link]:
+        blockers = self.request.blockers
+        if not blockers:
+            return
         names = dict.fromkeys(
-            name for stamp in stamps for name in blocker_names(stamp.mark, stamp.values)
+            [name for stamp in stamps for name in blocker_names(stamp.mark, stamp.values)]
         )
-        known = [self.request.blockers[name] for name in names if name in self.request.blockers]
+        known = [blockers[name] for name in names if name in blockers]
         for trace_id, span_id in known[:MAX_BLOCKER_LINKS]:
             if trace_id != self.request.trace_id:
                 yield Link(trace_id=trace_id, span_id=span_id, attributes={"pd.link": "blocked_by"})
@@ -424,7 +425,7 @@ class _Assembly:
         if not any(leg.steps for leg in self.evidence.legs):
             return
         for name, kind in _STEPS_OF.items():
-            for draft in self.drafts.get((attempt.number, name), ()):
+            for draft in self.drafts[attempt.number].get(name, ()):
                 for steps in draft.leg.steps:
                     if steps.kind is kind and steps.attempt == attempt.number:
                         draft.attributes[a.STEPS.key] = steps.count
@@ -558,7 +559,7 @@ class _Assembly:
             yield self.request.gave_up
         if self.evidence.end.outcome == Outcome.COMPLETED:
             roles = {leg.process.role for leg in self.evidence.legs}
-            drafted = {name for _, name in self.drafts}
+            drafted = {name for by_name in self.drafts.values() for name in by_name}
             for stage in CHAINS[self.mode]:
                 if (
                     stage.name not in drafted
