@@ -414,7 +414,9 @@ class Agent:
                 self._fault("building the spans of", request, error)
                 continue
             if spans:
-                built.append((request, self._judged(request, spans)))
+                spans = self._judged(request, spans)
+                self._times.add(spans)  # here, while they are in the processor's cache
+                built.append((request, spans))
         steps = [step_delivery(step) for step in self._tails.take_steps()]
         if self._known_steps:
             steps = [step for step in steps if step[1][0].span_id not in self._known_steps]
@@ -424,7 +426,6 @@ class Agent:
         for request, spans in built:
             self._summary.spans += len(spans)
             self._summary.incomplete += a.INCOMPLETE.key in spans[0].attributes
-            self._times.add(spans)
             if metrics is not None:
                 metrics.request(request, spans)
 

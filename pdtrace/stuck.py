@@ -184,15 +184,14 @@ class RollingStageTimes:
     def __init__(self, window: int = 512, *, enough: int = 20) -> None:
         self._window = window
         self._enough = enough
-        self._series: dict[tuple[str, str], _Series] = {}
+        self._by_mode: dict[str, dict[str, _Series]] = {}
 
     def add(self, spans: Sequence[Span]) -> None:
         """Learn from a finished request, root first; one that did not complete is passed over."""
         root = spans[0].attributes
         if root.get(a.OUTCOME.key) != Outcome.COMPLETED.value:
             return
-        mode = str(root.get(a.MODE.key, ""))
-        series = self._series
+        series = self._by_mode.setdefault(str(root.get(a.MODE.key, "")), {})
         for span in spans:
             attributes = span.attributes
             stage = attributes.get(_STAGE)
@@ -201,16 +200,15 @@ class RollingStageTimes:
             begin_ns, end_ns = attributes.get(_BEGIN), attributes.get(_END)
             if type(begin_ns) is not int or type(end_ns) is not int:
                 continue
-            key = (mode, stage)
-            found = series.get(key)
+            found = series.get(stage)
             if found is None:
-                found = series[key] = _Series(deque(maxlen=self._window))
+                found = series[stage] = _Series(deque(maxlen=self._window))
             found.samples.append(end_ns - begin_ns)
             found.fresh += 1
 
     def of(self, mode: str, stage: str) -> StageTime | None:
         """None without any finished request."""
-        series = self._series.get((mode, stage))
+        series = self._by_mode.get(mode, {}).get(stage)
         return None if series is None else series.time(self._enough)
 
 
