@@ -62,6 +62,7 @@ class Source:
     num_missed   records of it that were overwritten or torn so far
     is_foreign   whether its clock is another than the one that ages are counted on
     home_offset  (a time of its own, what to add to reach that clock): good for a while around it
+    sampled_ns   its time of the latest round trip to another host; None while there was none
     """
 
     ring: str
@@ -70,6 +71,7 @@ class Source:
     is_foreign: bool = False
     clock: ClockOffsets | None = None
     home_offset: tuple[int, int] | None = None
+    sampled_ns: int | None = None
 
     def sample(self, record: ClockRecord) -> None:
         """Takes in a round trip."""
@@ -77,6 +79,7 @@ class Source:
             self.clock = ClockOffsets()
         self.clock.add(record)
         self.home_offset = None
+        self.sampled_ns = record.t_ns
 
     def to_home(self, t_ns: int, home: Process, sources: Callable[[], Iterable[Source]]) -> int:
         """A time of its own on the clock of `home`: for ages, so an offset found among the round

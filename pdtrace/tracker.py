@@ -181,6 +181,8 @@ class RequestTracker:
         """Requests that may have finished with what was read since the last question."""
         self._due: list[tuple[int, int, str]] = []
         """Requests that time alone may finish: a heap of (when, order, root)."""
+        self._unmeasured: dict[str, None] = {}
+        """Requests that only wait for the next round trip between two clocks."""
         self._done: deque[tuple[OpenRequest, str | None]] = deque()
         """Requests that are finished and were not asked for yet."""
 
@@ -227,6 +229,8 @@ class RequestTracker:
                 source.miss(record.count)
             else:
                 source.source.sample(record)
+                self._changed.update(self._unmeasured)
+                self._unmeasured.clear()
         return appeared
 
     def records_missed(self, ring: str, count: int) -> None:
@@ -307,13 +311,20 @@ class RequestTracker:
         ids = (request.ids or {}).get(leg.attempt)
         return request.context, request.context.attempt_span_id if ids is None else ids.span_id
 
-    def in_flight(self, now_ns: int) -> list[InFlight]:
+    def open_roots(self) -> list[str]:
+        """Root span ids of what is in flight, oldest first."""
+        return list(self._open)
+
+    def in_flight(self, now_ns: int, roots: Iterable[str] | None = None) -> list[InFlight]:
         """Every request in flight as it stands, oldest first.
 
         now_ns  CLOCK_MONOTONIC of the gateway's host, or of this host where no gateway is known
+        roots   only these of them, for who cannot wait for all at once
         """
-        only = self._only_ones()
-        return [request.look(now_ns, self._to_home, only) for request in self._open.values()]
+        only, to_home, opened = self._only_ones(), self._to_home, self._open
+        if roots is None:
+            return [request.look(now_ns, to_home, only) for request in opened.values()]
+        return [opened[root].look(now_ns, to_home, only) for root in roots if root in opened]
 
     def peek(self, request_id: str, now_ns: int) -> list[CollectedRequest]:
         """What is known of the requests in flight with that id; they stay in flight.
@@ -528,11 +539,29 @@ class RequestTracker:
                 return False, None, None
             return now_ns >= silent_at_ns, None, silent_at_ns
         missing = self._still_waits_for(request, instances)
+        if missing is None and self._expects_round_trip(request):
+            # Whether a clock was set during the request is known with the round trip after it.
+            due_ns = request.ended_ns + self._grace_ns
+            if now_ns < due_ns:
+                self._unmeasured[request.context.root_span_id] = None
+                return False, None, due_ns
         due_ns = request.ended_ns + self._grace_ns * MAX_GRACES
         if not request.num_held:
             # A worker that lives and holds a leg is silent during a long step, no more.
             due_ns = min(due_ns, silent_at_ns)
         return missing is None or now_ns >= due_ns, missing, due_ns
+
+    def _expects_round_trip(self, request: OpenRequest) -> bool:
+        """Whether a process of another host, which lives and measures, has not done so since."""
+        for leg in request.legs:
+            source = leg.source
+            if not source.is_foreign or source.sampled_ns is None or not leg.marks:
+                continue
+            ring = self._rings.get(source.ring)
+            if ring is not None and ring.source is source:
+                if source.sampled_ns < leg.marks[-1].t_ns:
+                    return True
+        return False
 
     def _still_waits_for(self, request: OpenRequest, instances: set[str]) -> str | None:
         """Who has not let go of an ended request, or has not been heard of it; None if nobody."""
@@ -545,6 +574,7 @@ class RequestTracker:
         root = request.context.root_span_id
         del self._open[root]
         self._stuck.pop(root, None)
+        self._unmeasured.pop(root, None)
         for leg in request.legs:
             ring = self._rings.get(leg.source.ring) if leg.is_held else None
             if ring is not None and ring.source is leg.source:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from pdtrace.propagation import RequestContext
-from pdtrace.ring.records import EndRecord, LossRecord, MarkRecord, OpenRecord, Record
+from pdtrace.ring.records import (
+    ClockRecord,
+    EndRecord,
+    LossRecord,
+    MarkRecord,
+    OpenRecord,
+    Record,
+)
 from pdtrace.stages import MARKS, Mark, Role
 from pdtrace.testing import SequentialIds
 from pdtrace.tracker import MAX_GRACES, MAX_MARKS, MAX_UNNAMED, RequestTracker
@@ -110,6 +117,41 @@ def test_worker_that_it_was_sent_to_is_waited_for_before_it_is_heard() -> None:
     for ring in (PREFILL, DECODE):
         tracker.feed(ring, [opened(), ended()], 1)
     assert [request.gave_up for request in tracker.finished(1)] == [None]
+
+
+def test_request_of_two_hosts_waits_for_the_next_round_trip_between_their_clocks() -> None:
+    tracker = RequestTracker(grace_ns=100, max_open=100)
+    tracker.add_ring("gateway", process(Role.GATEWAY))
+    tracker.add_ring("decode", process(Role.DECODE, clock_id="host-2"))
+
+    def round_trip(t_ns: int) -> ClockRecord:
+        return ClockRecord(
+            t_ns=t_ns, peer="gateway-0", peer_clock_id="host-1", offset_ns=1, error_ns=1
+        )
+
+    def run(number: int, t_ns: int) -> None:
+        context = contexts(number)[-1]
+        tracker.feed("gateway", [opened(context, number), mark(Mark.RECEIVED, number)], now_ns=10)
+        tracker.feed(
+            "decode",
+            [opened(context, number), mark(Mark.DECODE_RELEASED, number, t_ns), ended(number)],
+            now_ns=11,
+        )
+        tracker.feed("gateway", [mark(Mark.COMPLETED, number), ended(number)], now_ns=12)
+
+    run(1, 5)  # nothing was measured yet: there is nothing to wait for
+    assert len(tracker.finished(12)) == 1
+    tracker.feed("decode", [round_trip(6)], now_ns=13)
+    run(2, 7)
+    assert tracker.finished(14) == []
+    tracker.feed("decode", [round_trip(8)], now_ns=15)
+    assert len(tracker.finished(16)) == 1
+    run(3, 9)
+    assert tracker.finished(111) == []
+    assert len(tracker.finished(112)) == 1  # it measures no more
+    run(4, 10)
+    tracker.ring_gone("decode", None, "stopped")
+    assert len(tracker.finished(13)) == 1
 
 
 def test_worker_that_was_only_chosen_is_not_waited_for() -> None:
