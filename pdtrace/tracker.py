@@ -558,9 +558,9 @@ class RequestTracker:
             if not source.is_foreign or source.sampled_ns is None or not leg.marks:
                 continue
             ring = self._rings.get(source.ring)
-            if ring is not None and ring.source is source:
-                if source.sampled_ns < leg.marks[-1].t_ns:
-                    return True
+            lives = ring is not None and ring.source is source
+            if lives and source.sampled_ns < leg.marks[-1].t_ns:
+                return True
         return False
 
     def _still_waits_for(self, request: OpenRequest, instances: set[str]) -> str | None:
