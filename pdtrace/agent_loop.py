@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,13 @@ _ROUND_S = 0.5
 _AT_ONCE = 128
 """Requests whose spans are in memory at a time."""
 
+_LOOK_AT_ONCE = 1_000
+"""Requests looked at while the loop may not go on."""
+
+_LONG_LOOK_S = 0.1
+_LOOK_KEEPS = 2.0
+"""A look that took longer than that is shown again for so many times as long."""
+
 _LOOK_SHARE = 0.05
 """Part of the agent's time that looking for stuck requests may take, however many are open."""
 
@@ -84,7 +92,7 @@ class AgentConfig:
     poll_s: float = 0.05
     idle_poll_s: float = 0.5
     grace_s: float = DEFAULT_GRACE_NS / 1e9
-    flush_s: float = 1.6
+    flush_s: float = 1.4
     state_s: float = 1.0
     stuck_s: float = 1.0
     max_open: int = DEFAULT_MAX_OPEN
@@ -171,6 +179,9 @@ class Agent:
         self._told_to_stop_s: float | None = None
         self._polled_s = self._caught_up_s = time.monotonic()
         self._look_due_s = self._polled_s + self.config.stuck_s
+        self._look_lock = threading.Lock()
+        self._last_look: Look | None = None
+        self._look_again_s = 0.0
         self._times = RollingStageTimes()
         self._watch = StuckWatch(self.config.stuck)
         self._steps = StepWatch(self.config.steps)
@@ -345,7 +356,24 @@ class Agent:
         )
 
     def look(self) -> Look:
-        """What is in flight and how the processes stand, at this instant, from the rings."""
+        """What is in flight and how the processes stand, at this instant, from the rings.
+
+        One that took long is shown again for a while: many who ask cost no more than one.
+        """
+        with self._look_lock:
+            if self._last_look is not None and time.monotonic() < self._look_again_s:
+                return self._last_look
+            begin_s = time.monotonic()
+            self._last_look = look = self._look()
+            end_s = time.monotonic()
+            took_s = end_s - begin_s
+            if took_s > _LONG_LOOK_S:
+                self._look_again_s = end_s + _LOOK_KEEPS * took_s
+            else:
+                self._last_look = None
+            return look
+
+    def _look(self) -> Look:
         requests = self._in_flight(time.monotonic_ns())
         problems = [*self.losses().sentences()]
         if (lag_s := self.lag_s) > KEEPS_UP_S:
@@ -389,9 +417,15 @@ class Agent:
         return status == "ok", facts
 
     def _in_flight(self, now_ns: int) -> list[InFlight]:
+        """A few at a time: the loop does not wait for the whole of them."""
         with self._tails.lock:
-            requests = self._tracker.in_flight(now_ns)
-        return [self._beside_usual(request) for request in requests]
+            roots = self._tracker.open_roots()
+        found: list[InFlight] = []
+        for begin in range(0, len(roots), _LOOK_AT_ONCE):
+            with self._tails.lock:
+                some = self._tracker.in_flight(now_ns, roots[begin : begin + _LOOK_AT_ONCE])
+            found += [self._beside_usual(request) for request in some]
+        return found
 
     def _beside_usual(self, request: InFlight) -> InFlight:
         if request.stage is None:

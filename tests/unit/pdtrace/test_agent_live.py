@@ -185,6 +185,24 @@ def test_look_and_health_answer_while_delivery_hangs(
     agent.close()
 
 
+def test_look_at_many_is_taken_in_parts_and_shared_while_it_is_fresh(
+    tmp_path: Path, recorders: Mapping[Role, Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdtrace.agent_loop._LOOK_AT_ONCE", 2)
+    agent = Agent(tmp_path / "rings", out=tmp_path, config=QUICK)
+    for number in range(5):
+        reserving(recorders, f"r-{number}")
+    agent.poll()
+    first = agent.look()
+    assert [request.request_id for request in first.requests] == [f"r-{n}" for n in range(5)]
+    assert agent.look() is not first  # a quick one is never shown again
+    monkeypatch.setattr("pdtrace.agent_loop._LONG_LOOK_S", -1.0)
+    monkeypatch.setattr("pdtrace.agent_loop._LOOK_KEEPS", 1e9)
+    second = agent.look()
+    assert agent.look() is second
+    agent.close()
+
+
 def test_stuck_request_is_reported_once_and_its_span_says_so(
     tmp_path: Path, recorders: Mapping[Role, Recorder], caplog: pytest.LogCaptureFixture
 ) -> None:
