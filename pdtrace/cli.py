@@ -123,6 +123,9 @@ def _guarded(command: Callable[_P, int]) -> Callable[_P, None]:
             code = EXIT_BAD_INPUT
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
+        except PermissionError as error:
+            _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+            code = EXIT_BAD_INPUT
         except typer.Exit:
             raise
         except Exception as error:
@@ -399,8 +402,8 @@ def check(
         recording = read_sources(sources, progress=progress)
         progress(f"checking {len(recording.traces)} traces", None)
         report = check_recording(recording, runs, max_skew_ns=round(max_skew * 1e9))
-    except SourceError:
-        if not any(run.is_ill for run in runs):
+    except SourceError as error:
+        if isinstance(error.__cause__, OSError) or not any(run.is_ill for run in runs):
             raise
         # What happened to the processes is known all the same.
         report = check_recording(empty_recording(sources), runs)

@@ -15,7 +15,7 @@ import msgspec
 
 from pdtrace.errors import LiveError, RingError
 from pdtrace.inflight import ProcessState
-from pdtrace.live import RingLooks
+from pdtrace.live import RingLooks, unlisted
 from pdtrace.losses import Losses, RingLosses, WriterEnd, read_losses
 from pdtrace.ring import Counter, RingReader, WriterState, scan_rings
 from pdtrace.sources import RINGS_FOLDER
@@ -99,6 +99,8 @@ def read_health(run: Path) -> RunHealth:
     losses = read_losses(run)
     known = dict(losses.rings)
     unreadable = {name: ring.unreadable for name, ring in known.items() if ring.unreadable}
+    if (trouble := unlisted(run / RINGS_FOLDER)) is not None:
+        unreadable[RINGS_FOLDER] = trouble
     unnoticed: set[str] = set()
     for path in scan_rings(run / RINGS_FOLDER):
         try:

@@ -164,7 +164,7 @@ class RingLooks:
     keep     whether finished requests are kept, for `find`
     policy   when a request is stuck; None: as the run's agent has it
 
-    Raises LiveError if there is no such directory.
+    Raises LiveError if there is no such directory, or this user cannot list it.
     """
 
     def __init__(
@@ -180,6 +180,9 @@ class RingLooks:
         self._directories = [
             inner if (inner := run / RINGS_FOLDER).is_dir() else run for run in self.runs
         ]
+        for directory in self._directories:
+            if (trouble := unlisted(directory)) is not None:
+                raise LiveError(trouble)
         self._policy = _policy_of(self.runs) if policy is None else policy
         self._tracker = RequestTracker()
         self._rings: dict[str, _Ring] = {}
@@ -421,6 +424,15 @@ class RingLooks:
             if count
         ]
         return problems
+
+
+def unlisted(directory: Path) -> str | None:
+    """Why this user cannot see which rings are in a directory; None if it can, or there is none."""
+    if not directory.is_dir():
+        return None
+    if os.access(directory, os.R_OK | os.X_OK, effective_ids=True):
+        return None
+    return f"{directory}: permission denied; ask as the user that runs the server"
 
 
 def is_live(run: Path) -> bool:

@@ -177,10 +177,13 @@ def select_in_flight(
 def _recording(
     sources: Sequence[str | Path], progress: Progress
 ) -> tuple[Recording, SourceError | None]:
-    """What sources hold; an empty recording, and why, if there is nothing to read."""
+    """What sources hold; an empty recording, and why, if there is nothing to read. Raises
+    SourceError for what this user may not read."""
     try:
         recording = read_sources(sources, progress=progress)
     except SourceError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise  # there is something to read
         return empty_recording(sources), error
     progress(f"comparing {len(recording.traces)} traces", None)
     return recording, None

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -448,3 +451,70 @@ def test_closed_standard_output_is_no_fault(recording: Path) -> None:
         ["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False
     )
     assert (finished.returncode, finished.stderr) == (0, "")
+
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def others_run() -> Iterator[Path]:
+    """A run directory that is looked at as another user than root."""
+    folder = Path(tempfile.mkdtemp(prefix="pdtrace-others-"))
+    folder.chmod(0o755)
+    run = folder / "run"
+    recorders = open_recorders(run / "rings")
+    record_request(recorders, request_id="ring-1")
+    for recorder in recorders.values():
+        recorder.close()
+    (run / "traces").mkdir()
+    (run / "traces" / "spans.jsonl").write_bytes(otlp.encode_line(Story().trace().spans))
+    for path in (run, *run.rglob("*")):
+        path.chmod(0o755)
+    for arguments in (["top", "--once"], ["why"], ["why", "nobody"], ["check"]):
+        invoke(*arguments, "--from", run)  # imports what another user may not
+    am_root = os.geteuid() == 0
+    if am_root:
+        os.seteuid(NOBODY)
+    yield run
+    if am_root:
+        os.seteuid(0)
+    for path in (run, run / "rings", run / "traces"):
+        path.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def close_to_others(path: Path) -> None:
+    user = os.geteuid()
+    if user == NOBODY:
+        os.seteuid(0)
+    path.chmod(0o000)
+    os.seteuid(user)
+
+
+@pytest.mark.parametrize(
+    ("closed", "arguments", "code", "named"),
+    [
+        (".", ["top", "--once"], 2, "run"),
+        (".", ["why"], 2, "run"),
+        (".", ["why", "--in-flight"], 2, "run"),
+        (".", ["check"], 2, "run"),
+        ("rings", ["top", "--once"], 2, "rings"),
+        ("rings", ["why", "--in-flight"], 2, "rings"),
+        ("rings", ["why", "nobody"], 2, "rings"),
+        ("rings", ["why"], 0, ""),
+        ("rings", ["check"], 1, "rings"),
+        ("traces", ["why"], 2, "traces"),
+        ("traces", ["check"], 2, "traces"),
+    ],
+)
+def test_what_this_user_may_not_see_is_said_and_no_fault(
+    others_run: Path, closed: str, arguments: list[str], code: int, named: str
+) -> None:
+    close_to_others(others_run / closed)
+    result = invoke(*arguments, "--from", others_run)
+    assert result.exit_code == code, result.output
+    if code == 0:
+        return
+    text = " ".join((result.stderr + result.stdout).split())
+    assert re.search(rf"{named}\S*: permission denied", text, re.IGNORECASE), text
+    assert code == 1 or result.stderr.count("\n") == 1
