@@ -81,9 +81,18 @@ def summarize_clocks(timelines: Iterable[Timeline]) -> tuple[HostSummary, ...]:
     found: dict[str, list[tuple[int, HostClock]]] = {}
     for timeline in timelines:
         for clock in timeline.clocks:
-            end_ns = timeline.started_unix_ns + timeline.total_ns
-            found.setdefault(clock.host or clock.name, []).append((end_ns, clock))
+            read_ns = timeline.started_unix_ns + _read_ns(timeline, clock)
+            found.setdefault(clock.host or clock.name, []).append((read_ns, clock))
     return tuple(_summary(found[name]) for name in sorted(found))
+
+
+def _read_ns(timeline: Timeline, clock: HostClock) -> int:
+    """When its offset was that, counted from the request's begin: requests do not end in the order
+    in which they leave a worker."""
+    return max(
+        (visit.end_ns for visit in timeline.visits if visit.instance in clock.instances),
+        default=timeline.total_ns,
+    )
 
 
 def _summary(readings: Sequence[tuple[int, HostClock]]) -> HostSummary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 
@@ -56,6 +57,19 @@ def test_a_clock_that_was_set_is_told_with_both_offsets() -> None:
     assert clock.offsets_ns == (-300 * MS, 0)
     assert clock.drift_ppm == pytest.approx(0, abs=0.01)
     assert "set 1 time" in clock.sentence
+
+
+def test_requests_that_end_in_another_order_than_they_left_the_worker_see_one_setting() -> None:
+    timelines: list[Timeline] = []
+    for i in range(20):
+        story = Story(request_id=f"req-{i}", start_s=i / 10)
+        trace = shifted(story.trace(), 300 * MS if i >= 10 else 0, error_ns=200_000)
+        made = build_timeline(trace)
+        if i % 2:  # it streams on at the gateway for long
+            made = dataclasses.replace(made, total_ns=made.total_ns + 1 * S)
+        timelines.append(made)
+    (clock,) = summarize_clocks(timelines)
+    assert clock.settings == 1
 
 
 def test_too_little_to_tell_a_drift_is_not_told_as_one() -> None:
