@@ -23,7 +23,7 @@ from pdtrace import semconv as a
 from pdtrace.agent_summary import AgentSummary
 from pdtrace.assembly import assemble
 from pdtrace.collected import CollectedRequest, Process, Stuck
-from pdtrace.delivery import Delivery
+from pdtrace.delivery import TRACES_NAME, Delivery
 from pdtrace.errors import PdtraceError
 from pdtrace.export import ExportPlan
 from pdtrace.inflight import InFlight, Look
@@ -31,6 +31,7 @@ from pdtrace.logtext import one_line
 from pdtrace.losses import STATE_NAME, Losses
 from pdtrace.otlp import decode_line
 from pdtrace.process_view import needed_by
+from pdtrace.recent import recent_requests
 from pdtrace.ring.records import StepRecord
 from pdtrace.sink import MAX_FILE_BYTES, MAX_FILES, SinkPosition
 from pdtrace.spans import AttrValue, Span
@@ -199,6 +200,8 @@ class Agent:
         if out is not None:
             self._state_path = Path(out) / STATE_NAME
             self._restore(self._state_path)
+            for spans in recent_requests(Path(out) / TRACES_NAME):
+                self._times.add(spans)
         self._tails = RingTails(
             rings,
             self._tracker,

@@ -25,9 +25,8 @@ from pdtrace.collected import CollectedRequest
 from pdtrace.errors import LiveError, RingError
 from pdtrace.inflight import InFlight, Look, ProcessNow
 from pdtrace.losses import STATE_NAME
-from pdtrace.otlp import decode_line
-from pdtrace.placement import is_root
 from pdtrace.process_view import needed_by, now_ns_on, process_now
+from pdtrace.recent import recent_requests
 from pdtrace.resource import process_of
 from pdtrace.ring import (
     EndRecord,
@@ -40,7 +39,6 @@ from pdtrace.ring import (
     scan_rings,
 )
 from pdtrace.sources import RINGS_FOLDER, TRACES_FOLDER, resolve_run
-from pdtrace.spans import Span
 from pdtrace.stages import Gauge, Role
 from pdtrace.stuck import RollingStageTimes, StuckPolicy
 from pdtrace.tracker import RequestTracker
@@ -49,8 +47,6 @@ DEFAULT_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
 MAX_REQUESTS = 100_000
 """Asked of an agent at most."""
-MAX_BASELINE_BYTES = 4 * 1024 * 1024
-"""How much of the newest traces is read for the usual times of stages."""
 MAX_LEARNT = 200
 """Finished requests, the latest ones, that one look learns usual times from."""
 MAX_KEPT = 5_000
@@ -330,7 +326,7 @@ class RingLooks:
         if self._learns_from_traces:
             self._learns_from_traces = False
             for run in self.runs:
-                for spans in _recent_requests(run / TRACES_FOLDER):
+                for spans in recent_requests(run / TRACES_FOLDER):
                     self._times.add(spans)
         for request in finished[-MAX_LEARNT:]:
             spans = assemble(request)
@@ -463,28 +459,3 @@ def _policy_of(runs: Iterable[Path]) -> StuckPolicy:
         except (OSError, msgspec.MsgspecError):
             continue
     return StuckPolicy()
-
-
-def _recent_requests(traces: Path) -> Iterable[Sequence[Span]]:
-    """Spans of the requests written last, one request at a time; what cannot be read is left out:
-    usual times are a help, not a promise."""
-    try:
-        files = sorted(
-            path for path in traces.iterdir() if path.is_file() and not path.name.startswith(".")
-        )
-        newest = files[-1] if files else None
-        if newest is None:
-            return
-        with newest.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - MAX_BASELINE_BYTES))
-            lines = file.read(MAX_BASELINE_BYTES).split(b"\n")
-    except OSError:
-        return
-    for line in lines[1:] if size > MAX_BASELINE_BYTES else lines:
-        try:
-            spans = decode_line(line) if line else []
-        except ValueError:
-            continue
-        if spans:
-            yield sorted(spans, key=lambda span: not is_root(span))

@@ -55,6 +55,7 @@ _MIRRORS = {"decode.reserve": "prefill.bootstrap"}
 
 
 _WORKER_LOST = "worker_lost"
+_NONE_NS = 1_000  # a usual time below is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,7 +447,8 @@ def _sentence(
         case VerdictKind.IN_FLIGHT:
             sentence = f"{name} has been in flight for {total}, in {stage} for {took}"
             if chosen.usual is not None:
-                sentence += f" (usual {seconds_text(chosen.usual.ns)}{_for_its_tokens(chosen)})"
+                usual = f"usual {seconds_text(chosen.usual.ns)}{_for_its_tokens(chosen)}"
+                sentence += f" ({usual if chosen.usual.ns >= _NONE_NS else 'others have none'})"
             sentence += f": {cause}." if cause else "."
             if stall is not None and stall.leaf.name != stage:
                 sentence += f" Before that, {stall.leaf.name} took {_excess(stall)}."
@@ -504,7 +506,7 @@ def _without_stall(timeline: Timeline, stall: Assessment) -> str:
 def _excess(assessment: Assessment) -> str:
     assert assessment.usual is not None
     took, usual = seconds_text(assessment.leaf.ns), seconds_text(assessment.usual.ns)
-    if assessment.usual.ns < 1_000:
+    if assessment.usual.ns < _NONE_NS:
         return f"{took}, where others have none"
     return f"{took} instead of the usual {usual}"
 

@@ -579,3 +579,22 @@ def test_request_that_is_stuck_again_later_is_shown_as_stuck(
     until(now, lambda seen: seen == ("hop.publish", True))
     assert agent.summary().stuck == 1, "one report for a request is enough"
     agent.close()
+
+
+def test_agent_that_was_started_again_knows_what_is_usual(
+    tmp_path: Path, recorders: Mapping[Role, Recorder]
+) -> None:
+    for number in range(25):
+        record_request(recorders, request_id=f"done-{number}", stage_ms={"decode.reserve": 4.0})
+    traces = reserving(recorders, "waits")
+    first = Agent(tmp_path / "rings", out=tmp_path, config=QUICK)
+    until(lambda: (first.poll(), first.summary().requests)[1], lambda count: count == 25)
+    [before] = first.look().requests
+    first.close()
+    again = Agent(tmp_path / "rings", out=tmp_path, config=QUICK)
+    again.poll()
+    [after] = again.look().requests
+    assert (after.usual_s, after.p99_s) == (before.usual_s, before.p99_s)
+    assert after.p99_s is not None
+    finish(traces)
+    again.close()

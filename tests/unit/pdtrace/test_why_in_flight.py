@@ -301,6 +301,7 @@ def test_pause_that_goes_on_is_what_a_request_is_held_up_by(
     assert (verdict["stage"], verdict["chain_stage"]) == ("decode.preempted", "decode.generate")
     assert 10e9 <= verdict["stage_ns"] < request["total_ns"]
     assert "its pages went to running requests; needed 7 KV pages, 0 free" in verdict["sentence"]
+    assert "(usual" not in verdict["sentence"]
     worker.end()
 
 
