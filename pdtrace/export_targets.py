@@ -44,6 +44,10 @@ RETRYABLE_GRPC = frozenset(
 MAX_REASON_CHARS = 300
 """Of a collector's own words."""
 
+MAX_ANSWER_BYTES = 64 * 1024
+ANSWER_BODY_S = 1.0
+"""What is read of an answer beside its status, and how long that may go on."""
+
 MAX_TIMEOUT_S = 60.0
 """Of one send. Like the SDK we read OTEL_EXPORTER_OTLP_TIMEOUT in seconds; the specification has
 milliseconds, and who means these would wait for hours."""
@@ -125,6 +129,39 @@ class _SdkTarget:
 Encoder = Callable[[Sequence[Span]], bytes]
 
 
+def _take_bounded_answers(client: Any) -> None:
+    """Of an answer's body no more is read than says something, and its status counts even if the
+    body does not arrive whole: a batch that was taken must not be sent again."""
+    session = getattr(getattr(client, "_transport", None), "_session", None)
+    if session is None or not hasattr(session, "mount"):
+        return  # not the client we know: it reads what there is
+    from requests.adapters import HTTPAdapter  # noqa: PLC0415 the exporter has brought it
+
+    class Bounded(HTTPAdapter):
+        def send(self, *arguments: Any, **options: Any) -> Any:
+            response: Any = super().send(*arguments, **options)
+            response._content = _begin_of(response.raw)
+            response._content_consumed = True
+            return response
+
+    for prefix in ("http://", "https://"):
+        session.mount(prefix, Bounded())
+
+
+def _begin_of(raw: Any) -> bytes:
+    until_s = time.monotonic() + ANSWER_BODY_S
+    body = b""
+    try:
+        while piece := raw.read1(MAX_ANSWER_BYTES, decode_content=True):
+            body += piece
+            if len(body) >= MAX_ANSWER_BYTES or time.monotonic() >= until_s:
+                raw.close()  # there may be more of it without end
+                break
+    except Exception:  # cut off, or not what its headers say
+        raw.close()
+    return body[:MAX_ANSWER_BYTES]
+
+
 class _HttpTarget(_SdkTarget):
     """The SDK's HTTP client, one request for each send."""
 
@@ -132,6 +169,7 @@ class _HttpTarget(_SdkTarget):
         super().__init__("otlp", name, exporter, None)
         self._encode = encode
         self._client = exporter._client
+        _take_bounded_answers(self._client)
         self._gzip = getattr(getattr(exporter._client, "_compression", None), "value", "") == "gzip"
         self._timeout_s = _timeout_s(exporter._client._timeout)
 

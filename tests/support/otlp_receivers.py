@@ -212,6 +212,56 @@ def black_hole() -> Generator[Received]:
 
 
 @contextmanager
+def raw_receiver(
+    head: bytes, body: Sequence[bytes], *, endless: bool = False
+) -> Generator[Received]:
+    """Takes each batch, answers with these bytes, the pieces of the body again and again if
+    `endless`, and closes. Counts the batches."""
+    received = Received()
+    over = threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        with connection, connection.makefile("rb") as file:
+            try:
+                length = 0
+                while (line := file.readline().strip()) != b"":
+                    name, _, value = line.partition(b":")
+                    length = int(value) if name.lower() == b"content-length" else length
+                if len(file.read(length)) < length or not length:
+                    return
+                received.calls += 1
+                connection.sendall(head)
+                while not over.is_set():
+                    for piece in body:
+                        connection.sendall(piece)
+                        over.wait(0.001)
+                    if not endless:
+                        return
+            except OSError:
+                pass  # the client has gone
+
+    def accept(listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(16)
+        received.port = listener.getsockname()[1]
+        received.endpoint = f"http://127.0.0.1:{received.port}"
+        threading.Thread(target=accept, args=(listener,), daemon=True).start()
+        try:
+            yield received
+        finally:
+            over.set()
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
 def trickling_receiver(interval_s: float = 0.2) -> Generator[Received]:
     """Accepts, reads, and answers one byte at a time, for ever."""
     received = Received()

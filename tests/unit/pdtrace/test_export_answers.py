@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+import tracemalloc
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from email.utils import formatdate
@@ -44,6 +46,7 @@ from tests.support.otlp_receivers import (
     black_hole,
     grpc_receiver,
     http_receiver,
+    raw_receiver,
     refusing_receiver,
     silent_receiver,
     trickling_receiver,
@@ -503,3 +506,34 @@ def test_exporters_own_log_lines_do_not_reach_the_log(
             assert answer.sent is Sent.RETRY
             assert "Failed to export" in answer.reason, "taken from the log"
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "endless"),
+    [
+        (b"Content-Length: 1000", [b"cut off"], False),
+        (b"Content-Length: 1000000", [b"x"], True),
+        (b"Content-Type: text/plain", [b"x" * 100_000], True),
+        (b"Content-Encoding: gzip\r\nContent-Length: 4", [b"junk"], False),
+        (b"Content-Encoding: gzip", [zlib.compress(b"0" * 50_000_000, wbits=31)], False),
+        (b"Transfer-Encoding: chunked", [b"no chunk\r\n"], False),
+        (b"Transfer-Encoding: chunked", [b"1\r\nx\r\n"], True),
+    ],
+    ids=["cut off", "trickles", "endless", "no gzip", "bomb", "no chunks", "endless chunks"],
+)
+@pytest.mark.parametrize("status", [200, 503])
+def test_status_counts_whatever_the_body_is_and_no_more_of_it_is_kept_than_needed(
+    status: int, headers: bytes, body: Sequence[bytes], endless: bool
+) -> None:
+    head = b"HTTP/1.1 %d Whatever\r\n%s\r\n\r\n" % (status, headers)
+    with raw_receiver(head, body, endless=endless) as received:
+        target = otlp_http_target(f"{received.endpoint}/v1/traces")
+        tracemalloc.start()
+        answer = target.send(SPANS)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        target.shutdown()
+    assert answer.sent is (Sent.OK if status == 200 else Sent.RETRY)
+    assert answer.code == ("" if status == 200 else "503")
+    assert received.calls == 1
+    assert most < 10_000_000
