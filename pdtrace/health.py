@@ -18,7 +18,7 @@ from pdtrace.inflight import ProcessState
 from pdtrace.live import RingLooks, unlisted
 from pdtrace.losses import Losses, RingLosses, WriterEnd, read_losses
 from pdtrace.ring import Counter, RingReader, WriterState, scan_rings
-from pdtrace.sources import RINGS_FOLDER
+from pdtrace.sources import RINGS_FOLDER, rings_folder
 
 _LOST_WORDS = {
     "missed": "overwritten before they were read",
@@ -99,10 +99,10 @@ def read_health(run: Path) -> RunHealth:
     losses = read_losses(run)
     known = dict(losses.rings)
     unreadable = {name: ring.unreadable for name, ring in known.items() if ring.unreadable}
-    if (trouble := unlisted(run / RINGS_FOLDER)) is not None:
+    if (trouble := unlisted(rings_folder(run))) is not None:
         unreadable[RINGS_FOLDER] = trouble
     unnoticed: set[str] = set()
-    for path in scan_rings(run / RINGS_FOLDER):
+    for path in scan_rings(rings_folder(run)):
         try:
             with RingReader(path) as reader:
                 known[path.name], ended_unseen = _merged(known.get(path.name), reader)

@@ -38,7 +38,7 @@ from pdtrace.ring import (
     WriterState,
     scan_rings,
 )
-from pdtrace.sources import RINGS_FOLDER, TRACES_FOLDER, resolve_run
+from pdtrace.sources import TRACES_FOLDER, resolve_run, rings_folder
 from pdtrace.stages import Gauge, Role
 from pdtrace.stuck import RollingStageTimes, StuckPolicy
 from pdtrace.tracker import RequestTracker
@@ -173,9 +173,7 @@ class RingLooks:
                 raise LiveError(
                     f"{source}: no such directory; give a run directory or an agent's URL"
                 )
-        self._directories = [
-            inner if (inner := run / RINGS_FOLDER).is_dir() else run for run in self.runs
-        ]
+        self._directories = [rings_folder(run) for run in self.runs]
         for directory in self._directories:
             if (trouble := unlisted(directory)) is not None:
                 raise LiveError(trouble)
@@ -433,7 +431,7 @@ def unlisted(directory: Path) -> str | None:
 
 def is_live(run: Path) -> bool:
     """Whether a process still writes to a ring of a run directory."""
-    for path in scan_rings(run / RINGS_FOLDER):
+    for path in scan_rings(rings_folder(run)):
         try:
             with RingReader(path) as reader:
                 if reader.writer_state() is WriterState.ALIVE:

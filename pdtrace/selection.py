@@ -18,6 +18,7 @@ from pdtrace.errors import PdtraceError, SourceError
 from pdtrace.health import read_health
 from pdtrace.live import RingLooks, is_live
 from pdtrace.patience import Progress, no_progress
+from pdtrace.ring import scan_rings
 from pdtrace.skew import MAX_SKEW_NS
 from pdtrace.sources import (
     RINGS_FOLDER,
@@ -216,7 +217,7 @@ def _read_rings(runs: Sequence[Path], *, only: int | None = None) -> _Rings:
 
     only  requests to describe that were not answered, the worst first; None: whatever is open
     """
-    with_rings = [run for run in runs if (run / RINGS_FOLDER).is_dir()]
+    with_rings = [run for run in runs if (run / RINGS_FOLDER).is_dir() or scan_rings(run)]
     if not with_rings:
         return _Rings()
     looks = RingLooks(*with_rings, keep=True)

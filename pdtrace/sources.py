@@ -192,14 +192,22 @@ def read_sources(
     return reader.recording(" + ".join(names))
 
 
+def rings_folder(run: Path) -> Path:
+    """Where the rings of a run directory are; a folder that holds rings itself is its own."""
+    inner = run / RINGS_FOLDER
+    return inner if inner.is_dir() else run
+
+
 def run_directories(sources: Iterable[str | Path]) -> list[Path]:
-    """The run directories among sources: folders that rings or an agent's state stand in."""
+    """The run directories among sources: folders that rings or an agent's state stand in, or that
+    hold rings themselves."""
     found: list[Path] = []
     for source in sources:
         if str(source) == "-" or "://" in str(source):
             continue
         run = resolve_run(Path(source))
-        if (run / RINGS_FOLDER).is_dir() or (run / STATE_NAME).is_file():
+        is_run = (run / RINGS_FOLDER).is_dir() or (run / STATE_NAME).is_file()
+        if is_run or scan_rings(run):
             found.append(run)
     return found
 

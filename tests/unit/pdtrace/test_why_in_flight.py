@@ -327,3 +327,17 @@ def test_stage_is_as_old_as_its_own_attempt(
     assert [one["number"] for one in request["tries"]] == [1, 2]
     for trace in (gateway, worker, prefill):
         trace.end()
+
+
+def test_folder_of_rings_is_a_source(tmp_path: Path, recorders: Mapping[Role, Recorder]) -> None:
+    for index in range(6):
+        record_request(recorders, request_id=f"done-{index}")
+    hold(recorders)
+    rings = tmp_path / "rings"
+    for arguments in (["why", "--in-flight"], ["why", "req-9"]):
+        result = invoke(*arguments, "--from", rings)
+        assert result.stdout.startswith("req-9 has been in flight"), result.stderr
+    assert invoke("why", "done-3", "--from", rings).exit_code == 0
+    assert invoke("why", "--from", rings).exit_code == 0
+    result = invoke("why", "--in-flight", "--from", rings / "none")
+    assert "no such directory" in result.stderr
