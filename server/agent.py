@@ -16,12 +16,12 @@ from server.request import stage_deadlines
 
 def run(config: ProcessConfig) -> None:
     """Write and export what this server's processes record, and tell what is in flight, until
-    SIGTERM.
+    SIGTERM; with `until_closed` only what those have recorded that are gone.
 
     Raises StartError when the OTEL_* variables ask for what cannot be done, or the port is taken.
     """
     settings = config.settings
-    port = settings.agent_port
+    port = NO_AGENT_HTTP if config.until_closed else settings.agent_port
     stop = StopFlag()
     try:
         with stop_on_signals(stop):
@@ -29,6 +29,7 @@ def run(config: ProcessConfig) -> None:
                 settings.rings_path,
                 out=settings.run_path,
                 stop=stop,
+                until_closed=config.until_closed,
                 config=AgentConfig(
                     stuck=StuckPolicy(deadlines=stage_deadlines(settings.deadlines))
                 ),

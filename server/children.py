@@ -109,6 +109,15 @@ def stop(
     return running
 
 
+def wait(child: Child, *, timeout_s: float, hurry: Callable[[], bool]) -> int | None:
+    """Exit code of `child`, which ends by itself; None when it still runs after `timeout_s` or once
+    `hurry` is true."""
+    deadline = time.monotonic() + timeout_s
+    while child.exit_code is None and time.monotonic() < deadline and not hurry():
+        time.sleep(_POLL_S)
+    return child.exit_code
+
+
 def kill(children: Iterable[Child]) -> None:
     """SIGKILL to those that still run, and wait for them."""
     running = [child for child in children if child.exit_code is None]

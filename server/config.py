@@ -177,6 +177,7 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer_endpoint   inbox of the transfer process on its host; None in colocated mode
     transfer_address    host:port where this host receives KV over TCP; None with shm
     pool_path           backing file of its KV pool; None for gateway and transfer
+    until_closed        the agent: end once everything that was recorded is exported
     """
 
     settings: Settings
@@ -189,3 +190,4 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer_address: str | None = None
     pool_path: str | None = None
     http_fd: int | None = None  # gateway: listening socket inherited from the launcher
+    until_closed: bool = False

@@ -234,6 +234,7 @@ class Launcher:
     children: list[Child] = field(default_factory=list[Child])
     started_at: float = field(default_factory=time.time)
     _signals: int = 0
+    _was_ready: bool = False
     _agent_pause_s: float = _AGENT_RESTART_S[0]
     _agent_due_s: float | None = None
     _plan: list[ProcessConfig] = field(default_factory=list[ProcessConfig])
@@ -320,6 +321,7 @@ class Launcher:
             if exited is not None:
                 raise StartError(explain_start_failure(exited))
             if is_ready(host, self.settings.port):
+                self._was_ready = True
                 self._write_state(ready=True)
                 return True
             waited = time.monotonic() - begin
@@ -368,7 +370,27 @@ class Launcher:
                 timeout_s=timeout_s,
                 hurry=lambda enough=already + more: self._signals > enough,
             )
+        agent = next((child for child in self.children if child.role == AGENT), None)
+        if agent is not None and agent not in killed and agent.exit_code and self._was_ready:
+            self._export_the_rest(agent, hurry=lambda: self._signals > already + 1)
         return killed
+
+    def _export_the_rest(self, agent: Child, *, hurry: Callable[[], bool]) -> None:
+        """The agent died and was not back, or not yet able to stop in order: let another one read
+        what is left in the rings."""
+        config = msgspec.structs.replace(
+            next(config for config in self._plan if config.instance == agent.instance),
+            until_closed=True,
+        )
+        _write_private(self.run_dir.config(config.instance), msgspec.json.encode(config))
+        last = self._spawn(config)
+        if children.wait(last, timeout_s=_AGENT_STOP_S, hurry=hurry) != 0:
+            children.kill([last])
+            print(
+                f"warning: {last.describe_exit()}; what it did not export is in the rings: pdtrace "
+                f"agent --rings {self.settings.rings_path} --out {self.run_dir.path} --until-closed",
+                file=sys.stderr,
+            )
 
     def close(self) -> None:
         """Kill whatever still runs and release the run directory. Idempotent."""

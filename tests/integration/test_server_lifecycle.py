@@ -112,6 +112,37 @@ def test_an_agent_that_dies_is_replaced_and_nothing_is_lost(tmp_path: Path) -> N
     assert "agent (pid " in (tmp_path / "run.stderr").read_text()
 
 
+@pytest.mark.parametrize("option", ["--agent-port=0", "--agent-port=-1"])
+def test_server_that_is_stopped_while_its_agent_is_dead_exports_all_the_same(
+    tmp_path: Path, option: str
+) -> None:
+    with running_server(tmp_path / "run", option) as server:
+        assert ask(server, Ask(request_id="before")).status == 200
+        os.kill(server.pid("agent"), signal.SIGKILL)
+        assert ask(server, Ask(request_id="without-agent")).status == 200
+        assert server.stop() == 0
+    found = {t.request_id for t in build_timelines(read_source(tmp_path / "run").traces)}
+    assert found == {"before", "without-agent"}
+
+
+def test_agent_that_is_told_to_stop_as_it_starts_loses_nothing(tmp_path: Path) -> None:
+    with running_server(tmp_path / "run") as server:
+        first = server.pid("agent")
+        os.kill(first, signal.SIGKILL)
+        assert ask(server, Ask(request_id="without-agent")).status == 200
+        state = tmp_path / "run" / "server.json"
+
+        def agent() -> int:
+            processes = json.loads(state.read_text())["processes"]
+            return next(int(p["pid"]) for p in processes if p["instance"] == "agent")
+
+        assert wait_until(lambda: agent() != first)
+        os.kill(agent(), signal.SIGTERM)  # as the launcher may
+        assert server.stop() == 0
+    (timeline,) = build_timelines(read_source(tmp_path / "run").traces)
+    assert timeline.request_id == "without-agent"
+
+
 def test_agent_tells_what_is_in_flight(tmp_path: Path) -> None:
     options = ("--allow-faults", "--decode-pages", "64")
     with running_server(tmp_path / "run", *options) as server, ThreadPoolExecutor() as pool:
