@@ -377,8 +377,11 @@ class _Assembly:
         return self.drafts[number].get(name, ())
 
     def _attach_waits(self, attempt: Attempt) -> None:
+        waits = attempt.repeated.get(Mark.WAITING)
+        if waits is None:
+            return
         by_draft: dict[str, tuple[Draft, list[Stamp]]] = {}
-        for stamp in attempt.repeated.get(Mark.WAITING, ()):
+        for stamp in waits:
             draft = self._waiting_draft(attempt, stamp)
             if draft is not None:
                 by_draft.setdefault(draft.span_id, (draft, []))[1].append(stamp)
@@ -517,7 +520,7 @@ class _Assembly:
             keys = _ROOT_KEYS.get(stamp.mark)
             if keys is not None:
                 for key, value in zip(keys, stamp.values, strict=False):
-                    if key is not None:
+                    if key is not None and value is not None:
                         set_attribute(attributes, key, value)
         draft = Draft(
             name=_root_name(attributes),

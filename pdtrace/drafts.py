@@ -81,8 +81,7 @@ class Draft(msgspec.Struct, eq=False, gc=False):
 
     def add_event(self, name: str, t_ns: int, attributes: dict[str, AttrValue]) -> None:
         """Something that happened at `t_ns` of the common clock."""
-        wall_ns = t_ns + self.wall_offset_ns
-        self.events += (Event(name=name, time_ns=wall_ns, attributes=attributes),)
+        self.events += (Event(name, t_ns + self.wall_offset_ns, attributes),)
 
     def span(self, request: CollectedRequest) -> Span:
         """The finished span: in wall time, aligned to microseconds."""
