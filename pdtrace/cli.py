@@ -81,9 +81,9 @@ FromOption = Annotated[
     typer.Option(
         "--from",
         metavar="SOURCE",
-        help="Run directory, file or folder of OTLP JSON lines (plain or gzip), or - for standard "
-        "input; give it again to join the recordings of several hosts. Default: $PDTRACE_RUN, else "
-        "./run.",
+        help="Run directory, file or folder of OTLP JSON lines (plain or gzip), - for standard "
+        "input, or the address of an agent on this host; give it again to join the recordings of "
+        "several hosts. Default: $PDTRACE_RUN, else ./run.",
         show_default=False,
     ),
 ]
@@ -299,8 +299,9 @@ def top(
         typer.Option(
             "--from",
             metavar="RUN|URL",
-            help="Run directory, whose rings are read (again for those of further hosts), or an "
-            "agent's address. Default: $PDTRACE_RUN, else ./run.",
+            help="Run directory: its agent is asked, or its rings are read where that is silent "
+            "(give it again for those of further hosts). Or an agent's address. Default: "
+            "$PDTRACE_RUN, else ./run.",
             show_default=False,
         ),
     ] = None,
