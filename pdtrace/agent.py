@@ -32,6 +32,7 @@ from pdtrace.errors import PdtraceError
 from pdtrace.export import plan_from_env
 from pdtrace.judging import RollingJudge
 from pdtrace.losses import STATE_NAME
+from pdtrace.sources import RINGS_FOLDER, resolve_run
 from pdtrace.stopping import Stop, StopFlag, stop_on_signals
 from pdtrace.stuck import StuckPolicy, parse_deadlines
 from pdtrace.tails import DEFAULT_KEEP_RINGS
@@ -85,8 +86,9 @@ def run_agent(
 
     Returns when `stop` is set or, with `until_closed`, when every ring is finished. Logs one INFO
     line at the end. Raises AgentError, SinkError, ExportConfigError and HttpError before anything
-    is read.
+    is read or written.
     """
+    _refuse_other_rings(Path(rings))
     export = plan_from_env()
     if export is None and out is None and http is None:
         _log.warning("spans go nowhere: give --out DIR, or set OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -105,6 +107,20 @@ def run_agent(
             endpoint.close()
     _log.info("agent done: %s", summary.line())
     return summary
+
+
+def _refuse_other_rings(rings: Path) -> None:
+    """A directory that is not there yet may come; but where a server's runs are, theirs are meant.
+
+    Raises AgentError.
+    """
+    run = resolve_run(rings.parent)
+    if rings.exists() or run == rings.parent or not (run / RINGS_FOLDER).is_dir():
+        return
+    raise AgentError(
+        f"{rings}: no such directory, but the newest run in {rings.parent} has one: "
+        f"give --rings {run / RINGS_FOLDER} --out {run}"
+    )
 
 
 def agent_command(

@@ -38,7 +38,7 @@ from pdtrace.ring import (
     WriterState,
     scan_rings,
 )
-from pdtrace.sources import TRACES_FOLDER, resolve_run, rings_folder
+from pdtrace.sources import TRACES_FOLDER, resolve_run, rings_folder, shown_run
 from pdtrace.stages import Gauge, Role
 from pdtrace.stuck import RollingStageTimes, StuckPolicy
 from pdtrace.tracker import RequestTracker
@@ -60,7 +60,10 @@ _ROLES = tuple(Role)
 class LookSource(Protocol):
     """Where looks come from; both sources here, and fakes in tests."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What is looked at, for people."""
+        ...
 
     def look(self) -> Look:
         """What is in flight now. Raises LiveError if that cannot be known."""
@@ -166,7 +169,7 @@ class RingLooks:
     def __init__(
         self, *sources: str | Path, keep: bool = False, policy: StuckPolicy | None = None
     ) -> None:
-        self.name = " + ".join(map(str, sources))
+        self._sources = sources
         self.runs = [resolve_run(Path(source)) for source in sources]
         for source, run in zip(sources, self.runs, strict=True):
             if not run.is_dir():
@@ -184,6 +187,11 @@ class RingLooks:
         self._times = RollingStageTimes()
         self._learns_from_traces = True
         self._kept: deque[CollectedRequest] | None = deque(maxlen=MAX_KEPT) if keep else None
+
+    @property
+    def name(self) -> str:
+        """The sources; of a folder of runs the run that is the newest now."""
+        return " + ".join(map(shown_run, self._sources))
 
     def look(self) -> Look:
         """What the rings say now."""

@@ -34,11 +34,15 @@ class RunLooks:
     """
 
     def __init__(self, rings: RingLooks, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.name = rings.name
         self.rings = rings
         self._clock = clock
         self._ask_after_s = -float("inf")
         self._problem: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The run directory."""
+        return self.rings.name
 
     def look(self) -> Look:
         """What its agent says, else what its rings say, and then why the agent does not."""

@@ -27,6 +27,7 @@ from pdtrace.sources import (
     join_spans,
     read_sources,
     run_directories,
+    shown_run,
 )
 from pdtrace.spans import Span
 from pdtrace.timeline import Timeline, build_timelines
@@ -149,7 +150,7 @@ def select_in_flight(
 
     Raises SelectionError if no source has rings, SourceError if none of them can be read.
     """
-    name = " + ".join(map(str, sources))
+    name = " + ".join(map(shown_run, sources))
     runs = run_directories(sources)
     for source in sources:
         if str(source) != "-" and not Path(source).exists():

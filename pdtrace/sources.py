@@ -35,6 +35,8 @@ TRACES_FOLDER = "traces"
 RINGS_FOLDER = "rings"
 LATEST_RUN = "latest"
 """Link to the newest of the run directories in a folder, kept by the server's launcher."""
+_BESIDE_TRACES = frozenset({STATE_NAME, "agent.json", "server.json", "export-cursors.json"})
+"""Files of a run directory that are no traces."""
 
 SUPPORTED = "a run directory, OTLP JSON lines (file or folder, plain or gzip), or - for stdin"
 
@@ -150,9 +152,71 @@ def default_source(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def resolve_run(path: Path) -> Path:
-    """A folder of runs means the newest of them; any other path means itself."""
-    is_run = any((path / name).is_dir() for name in (TRACES_FOLDER, RINGS_FOLDER))
-    return path / LATEST_RUN if not is_run and (path / LATEST_RUN).is_dir() else path
+    """A folder of runs means the newest of them: its `latest`, else the one written to last. Any
+    other path means itself, and so does a folder with a recording of its own; an agent that found
+    nothing to write leaves none."""
+    if not path.is_dir() or _holds_recording(path):
+        return path
+    if (path / LATEST_RUN).is_dir():
+        return path / LATEST_RUN
+    try:
+        children = [child for child in path.iterdir() if not child.name.startswith(".")]
+        if any(_is_traces_file(child) for child in children):
+            return path
+        runs = [child for child in children if _is_run(child)]
+    except OSError:
+        return path  # who opens it says why
+    with_something = [run for run in runs if _holds_recording(run)]
+    return max(with_something or runs, key=_written_ns, default=path)
+
+
+def shown_run(source: str | Path) -> str:
+    """The name to show for a source: of a folder of runs, the run that it means now, and that by
+    its own name rather than `latest`."""
+    if str(source) == "-" or "://" in str(source):
+        return str(source)
+    path = Path(source)
+    run = resolve_run(path)
+    if run == path:
+        return str(source)
+    try:
+        real = run.resolve()
+        return str(path / real.name if real.parent == path.resolve() else run)
+    except (OSError, RuntimeError):
+        return str(run)
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_dir() for name in (TRACES_FOLDER, RINGS_FOLDER))
+
+
+def _holds_recording(path: Path) -> bool:
+    """Whether a folder has rings, or traces that are not empty."""
+    try:
+        if scan_rings(path / RINGS_FOLDER):
+            return True
+        return any(
+            not file.name.startswith(".") and file.is_file() and file.stat().st_size
+            for file in (path / TRACES_FOLDER).iterdir()
+        )
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True  # who opens it says why
+
+
+def _is_traces_file(path: Path) -> bool:
+    return path.is_file() and path.name not in _BESIDE_TRACES and _may_hold_json(path)
+
+
+def _written_ns(run: Path) -> tuple[int, str]:
+    """When something was last begun in a run directory; its name where that is the same."""
+    times = [
+        (run / name).stat().st_mtime_ns
+        for name in (TRACES_FOLDER, RINGS_FOLDER)
+        if (run / name).is_dir()
+    ]
+    return max(times, default=0), run.name
 
 
 def read_source(source: str | Path | None = None, *, stdin: IO[bytes] | None = None) -> Recording:
@@ -188,6 +252,7 @@ def read_sources(
                         reader.read(str(path), file)
                 except OSError as error:
                     raise SourceError(f"{path}: {error.strerror or error}") from error
+            name = shown_run(source)
         names.append(name)
     return reader.recording(" + ".join(names))
 
@@ -214,7 +279,7 @@ def run_directories(sources: Iterable[str | Path]) -> list[Path]:
 
 def empty_recording(sources: Iterable[str | Path]) -> Recording:
     """Sources that hold no trace yet."""
-    name = " + ".join(str(source) for source in sources)
+    name = " + ".join(shown_run(source) for source in sources)
     return Recording(source=name, traces=(), files=0, lines=0, spans=0, problems=Problems())
 
 

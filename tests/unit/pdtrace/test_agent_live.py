@@ -540,6 +540,21 @@ def test_file_in_place_of_a_directory_of_rings_is_refused(
     )
 
 
+def test_rings_missing_beside_a_run_that_has_some_are_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "2026-11-29-1" / "rings").mkdir(parents=True)
+    (tmp_path / "latest").symlink_to("2026-11-29-1")
+    assert main(["--rings", str(tmp_path / "rings"), "--out", str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    latest = tmp_path / "latest"
+    assert line == (
+        f"pdtrace agent: {tmp_path / 'rings'}: no such directory, but the newest run in {tmp_path} "
+        f"has one: give --rings {latest / 'rings'} --out {latest}"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2026-11-29-1", "latest"]
+
+
 def test_without_prometheus_client_only_http_is_missing(
     tmp_path: Path,
     recorders: Mapping[Role, Recorder],

@@ -320,6 +320,8 @@ def test_newest_run_of_a_folder_and_a_folder_of_rings_are_sources(tmp_path: Path
     for source in (tmp_path / "runs", run, run / "rings"):
         looks = open_looks(source)
         assert len(looks.look().requests) == 1
+        shown = run if source == tmp_path / "runs" else source
+        assert looks.name == str(shown), "which run it is"
         looks.close()
     for recorder in recorders.values():
         recorder.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import random
 import re
 from collections.abc import Callable
@@ -18,7 +19,14 @@ from hypothesis import strategies as st
 from pdtrace import otlp
 from pdtrace.errors import SourceError
 from pdtrace.recorder import Recorder
-from pdtrace.sources import Recording, default_source, join_spans, read_source
+from pdtrace.sources import (
+    Recording,
+    default_source,
+    join_spans,
+    read_source,
+    resolve_run,
+    run_directories,
+)
 from pdtrace.spans import SpanKind, StatusCode
 from pdtrace.stages import Role
 from pdtrace.testing import SMALL_RING
@@ -434,3 +442,71 @@ def test_any_bytes_are_read_or_counted(noise: bytes) -> None:
 def test_stories_read_back_keep_every_rule() -> None:
     data = otlp.encode_line(Story().trace().spans)
     assert [t.violations for t in build_timelines(read(data).traces)] == [()]
+
+
+def run_in(folder: Path, name: str, *, at_s: int, data: bytes = DATA) -> Path:
+    """A run directory with traces, last written to at that time."""
+    traces = folder / name / "traces"
+    traces.mkdir(parents=True)
+    (traces / "spans-000001.jsonl").write_bytes(data)
+    os.utime(traces, (at_s, at_s))
+    return folder / name
+
+
+def test_folder_of_runs_without_a_link_means_the_newest(tmp_path: Path) -> None:
+    run_in(tmp_path, "b-older", at_s=1_000, data=LINES[0])
+    newest = run_in(tmp_path, "a-newer", at_s=2_000, data=LINES[1])
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "latest").symlink_to("gone")
+    recording = read_source(tmp_path)
+    assert recording.traces == join_spans(TRACES[1].spans)
+    assert recording.source == str(newest)
+    assert run_directories([newest]) == [], "no rings, no agent"
+    assert resolve_run(tmp_path) == newest
+
+
+def test_run_that_recorded_nothing_does_not_stand_for_the_newest(tmp_path: Path) -> None:
+    """Nor does one whose traces wait in rings stand behind one that is empty."""
+    with Recorder.open(
+        tmp_path / "one" / "rings", role=Role.GATEWAY, instance="g", capacity=SMALL_RING
+    ):
+        pass
+    (tmp_path / "two" / "traces").mkdir(parents=True)
+    assert resolve_run(tmp_path) == tmp_path / "one"
+    (tmp_path / "one").rename(tmp_path / ".hidden")
+    assert resolve_run(tmp_path) == tmp_path / "two"
+
+
+def test_empty_traces_of_an_agent_that_read_nothing_hide_no_run(tmp_path: Path) -> None:
+    run = run_in(tmp_path, "2026-11-29-1", at_s=1_000)
+    (tmp_path / "latest").symlink_to(run.name)
+    (tmp_path / "rings").mkdir()
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "spans-000001.jsonl").touch()
+    (tmp_path / "traces" / ".writer.lock").touch()
+    (tmp_path / "agent-state.json").write_text("{}")
+    recording = read_source(tmp_path)
+    assert recording.spans == SPANS
+    assert recording.source == str(run), "the run is named, not the link"
+    (tmp_path / "latest").unlink()
+    assert read_source(tmp_path).spans == SPANS
+    (tmp_path / "traces" / "spans-000001.jsonl").write_bytes(LINES[0])
+    own = read_source(tmp_path)
+    assert own.traces == join_spans(TRACES[0].spans), "a recording of its own counts"
+    assert own.source == str(tmp_path)
+
+
+def test_files_of_a_folder_come_before_runs_in_it(tmp_path: Path) -> None:
+    run_in(tmp_path, "older", at_s=1_000)
+    (tmp_path / "server.json").write_text("{}")
+    assert resolve_run(tmp_path) == tmp_path / "older"
+    (tmp_path / "export.jsonl").write_bytes(LINES[2])
+    recording = read_source(tmp_path)
+    assert (recording.traces, recording.source) == (join_spans(TRACES[2].spans), str(tmp_path))
+
+
+def test_link_out_of_the_folder_is_named_as_it_is(tmp_path: Path) -> None:
+    elsewhere = run_in(tmp_path, "elsewhere", at_s=1_000)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "latest").symlink_to(elsewhere)
+    assert read_source(tmp_path / "runs").source == str(tmp_path / "runs" / "latest")
