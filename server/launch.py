@@ -387,8 +387,9 @@ class Launcher:
         if children.wait(last, timeout_s=_AGENT_STOP_S, hurry=hurry) != 0:
             children.kill([last])
             print(
-                f"warning: {last.describe_exit()}; what it did not export is in the rings: pdtrace "
-                f"agent --rings {self.settings.rings_path} --out {self.run_dir.path} --until-closed",
+                f"warning: {last.describe_exit()}; what it did not export is in the rings: "
+                f"pdtrace agent --rings {self.settings.rings_path} --out {self.run_dir.path} "
+                "--until-closed",
                 file=sys.stderr,
             )
 
