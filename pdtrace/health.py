@@ -7,7 +7,7 @@ process that died while no agent was there to notice. Which of it breaks a rule 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from pdtrace.inflight import ProcessState
 from pdtrace.live import RingLooks, unlisted
 from pdtrace.losses import Losses, RingLosses, WriterEnd, read_losses
 from pdtrace.ring import Counter, RingReader, WriterState, scan_rings
-from pdtrace.sources import RINGS_FOLDER, rings_folder
+from pdtrace.sink import has_writer
+from pdtrace.sources import RINGS_FOLDER, TRACES_FOLDER, rings_folder
+from pdtrace.spill import CURSORS_NAME, Waiting, read_waiting
 
 _LOST_WORDS = {
     "missed": "overwritten before they were read",
@@ -77,7 +79,7 @@ class ProcessHealth:
 class RunHealth:
     """One run directory.
 
-    unreadable  why, by name of the ring
+    unreadable  why it could not be read, or not to its end, by name of the ring
     losses      the agent's totals; `losses.problem` where there are none
     """
 
@@ -85,6 +87,8 @@ class RunHealth:
     processes: tuple[ProcessHealth, ...]
     unreadable: Mapping[str, str]
     losses: Losses
+    waiting: Sequence[Waiting] = ()
+    has_agent: bool = False
 
     @property
     def is_ill(self) -> bool:
@@ -105,6 +109,8 @@ def read_health(run: Path) -> RunHealth:
     for path in scan_rings(rings_folder(run)):
         try:
             with RingReader(path) as reader:
+                is_closed = reader.writer_state() is WriterState.CLOSED
+                is_unread = is_closed and _is_begun(losses.rings.get(path.name))
                 known[path.name], ended_unseen = _merged(known.get(path.name), reader)
         except RingError as error:
             unreadable[path.name] = str(error)
@@ -113,6 +119,11 @@ def read_health(run: Path) -> RunHealth:
         else:
             if ended_unseen:
                 unnoticed.add(path.name)
+            elif is_unread:
+                unreadable[path.name] = (
+                    "no agent has read it to its end: pdtrace agent --until-closed "
+                    f"--rings {rings_folder(run)} --out {run}"
+                )
     open_then = _open_requests(run) if unnoticed else {}
     processes = [
         ProcessHealth(
@@ -134,7 +145,20 @@ def read_health(run: Path) -> RunHealth:
         for ring in losses.earlier.values()
     ]
     processes.sort(key=lambda process: (process.instance, process.pid))
-    return RunHealth(run=str(run), processes=tuple(processes), unreadable=unreadable, losses=losses)
+    traces = run / TRACES_FOLDER
+    return RunHealth(
+        run=str(run),
+        processes=tuple(processes),
+        unreadable=unreadable,
+        losses=losses,
+        waiting=read_waiting(traces, run / CURSORS_NAME),
+        has_agent=has_writer(traces),
+    )
+
+
+def _is_begun(known: RingLosses | None) -> bool:
+    """Whether an agent has read a ring, but not to where its writer ended."""
+    return known is not None and known.ended is None
 
 
 _HEADER = {

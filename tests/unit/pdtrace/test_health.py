@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdtrace.agent import run_agent
+from pdtrace.agent import Agent, run_agent
 from pdtrace.check import CheckReport, check_recording
 from pdtrace.health import ProcessHealth, RunHealth, read_health
 from pdtrace.losses import STATE_NAME, Losses, RingLosses, WriterEnd
@@ -100,6 +100,24 @@ def test_run_that_ended_in_order_keeps_every_rule(tmp_path: Path) -> None:
     report = check_recording(recording(), [found])
     assert broken(report) == {}
     assert report.notes == ()
+
+
+def test_rings_that_the_agent_had_not_read_to_their_end_are_named(tmp_path: Path) -> None:
+    recorders = open_recorders(tmp_path / "rings", roles=ROLES)
+    record_request(recorders, request_id="read")
+    agent = Agent(tmp_path / "rings", out=tmp_path)
+    agent.poll()
+    agent.close()  # it is gone while they go on
+    record_request(recorders, request_id="unread")
+    for recorder in recorders.values():
+        recorder.close()
+    found = read_health(tmp_path)
+    names = {path.name for path in scan_rings(tmp_path / "rings")}
+    assert set(found.unreadable) == names
+    assert all("--until-closed" in why for why in found.unreadable.values())
+    assert found.is_ill
+    run_agent(tmp_path / "rings", out=tmp_path, until_closed=True)
+    assert not read_health(tmp_path).unreadable
 
 
 def test_unreadable_rings_are_named_with_the_reason(tmp_path: Path) -> None:
