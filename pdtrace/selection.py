@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import ClassVar
 
 from pdtrace.assembly import assemble
+from pdtrace.duration import seconds_text
 from pdtrace.errors import PdtraceError, SourceError
 from pdtrace.health import read_health
+from pdtrace.inflight import InFlight
 from pdtrace.live import RingLooks, is_live
 from pdtrace.patience import Progress, no_progress
 from pdtrace.ring import scan_rings
+from pdtrace.run_looks import RunLooks
 from pdtrace.skew import MAX_SKEW_NS
 from pdtrace.sources import (
     RINGS_FOLDER,
@@ -32,6 +35,7 @@ from pdtrace.sources import (
 from pdtrace.spans import Span
 from pdtrace.timeline import Timeline, build_timelines
 from pdtrace.top import Standings, ordered
+from pdtrace.waits import describe_wait_now
 
 MAX_FROM_RINGS = 500
 """Finished requests, the latest, that are taken out of the rings of a run."""
@@ -129,6 +133,9 @@ def select_request(
     if len(found) > 1:
         raise SeveralRequestsError(wanted, found)
     if not found:
+        for request in rings.bare:
+            if wanted in {request.request_id, request.root_span_id, request.trace_id}:
+                raise SelectionError(_bare_sentence(request))
         if not peers and not rings.in_flight:
             failure = rings.unreadable(recording.source) or trouble
             if failure is not None:
@@ -167,12 +174,18 @@ def select_in_flight(
     known = {timeline.key for timeline in peers}
     peers += [timeline for timeline in rings.finished if timeline.key not in known]
     chosen = rings.in_flight[:count]
+    if rings.bare and not chosen:
+        raise SelectionError(_bare_sentence(rings.bare[0]))
     return Selection(
         recording=recording,
         chosen=chosen,
         peers=peers,
         standing=rings.standing,
-        notes=[*_loss_notes(runs, chosen), *rings.problems],
+        notes=[
+            *_loss_notes(runs, chosen),
+            *rings.problems,
+            *(f"{_bare_sentence(request)}." for request in rings.bare),
+        ],
     )
 
 
@@ -196,6 +209,7 @@ class _Rings:
     """What the rings of runs hold; `in_flight` the worst first.
 
     num_read  processes whose rings could be read
+    bare      requests in flight whose records do not make a timeline any more
     """
 
     in_flight: Sequence[Timeline] = ()
@@ -203,6 +217,7 @@ class _Rings:
     standing: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     problems: Sequence[str] = ()
     num_read: int = 0
+    bare: Sequence[InFlight] = ()
 
     def unreadable(self, source: str) -> SourceError | None:
         """Why nothing is known of what is in flight; None where something is, or without rings."""
@@ -228,6 +243,10 @@ def _read_rings(runs: Sequence[Path], *, only: int | None = None) -> _Rings:
         if only is not None:
             wanted = [request for request in wanted if request.ended is None][:only]
         rank = {request.root_span_id: position for position, request in enumerate(wanted)}
+        told = {request.root_span_id: request for request in look.requests}
+        if len(with_rings) == 1 and any(request.incomplete for request in wanted):
+            # An agent that has read all of it knows more of how they stand.
+            told.update((r.root_span_id, r) for r in RunLooks(looks).look().requests)
         spans: list[Span] = []
         for collected in (*looks.find(rank), *looks.kept()[-MAX_FROM_RINGS:]):
             spans += assemble(collected)
@@ -242,7 +261,23 @@ def _read_rings(runs: Sequence[Path], *, only: int | None = None) -> _Rings:
         standing={request.root_span_id: standings.of(request, all_legs=True) for request in wanted},
         problems=[f"{problem}." for problem in look.problems],
         num_read=len(look.processes),
+        bare=[told[root] for root in rank if root not in {t.root_id for t in open_ones}],
     )
+
+
+def _bare_sentence(request: InFlight) -> str:
+    """What is known of a request in flight whose records in the rings do not make a picture."""
+    text = f"{request.request_id} has been in flight for {_seconds(request.age_s)}"
+    if request.stage is not None:
+        text += f", in {request.stage} for {_seconds(request.stage_age_s)}"
+        text += f" (usual {_seconds(request.usual_s)})" if request.usual_s is not None else ""
+    if request.wait is not None:
+        text += f": {describe_wait_now(request.wait.stage or request.stage, request.wait)}"
+    return text + "; its first records were overwritten in the rings: there is no more to show"
+
+
+def _seconds(seconds: float) -> str:
+    return seconds_text(round(seconds * 1e9))
 
 
 def _loss_notes(runs: Iterable[Path], chosen: Sequence[Timeline]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -134,6 +135,17 @@ def test_request_older_than_one_lap_of_its_ring_is_whole(tmp_path: Path) -> None
         [request] = looks.rings.look().requests
         assert request.incomplete is not None
         looks.close()
+        # `why` has no picture of it, but never says that nothing is in flight.
+        for arguments in (["why", "old"], ["why", "--in-flight"]):
+            result = invoke(*arguments, "--from", tmp_path)
+            assert result.exit_code == 2
+            assert re.match(
+                r"pdtrace: old has been in flight for [\d.]+ s, in decode\.generate for [\d.]+ s",
+                result.stderr,
+            )
+            assert "its first records were overwritten in the rings" in result.stderr
+    result = invoke("why", "--in-flight", "--from", tmp_path)
+    assert (result.exit_code, result.stderr.startswith("pdtrace: old has been")) == (2, True)
     for recorder in recorders.values():
         recorder.close()
 
