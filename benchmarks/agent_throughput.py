@@ -243,7 +243,7 @@ def agent_case(make_target: Callable[[str], Target], *, files: bool) -> Case:
             used.spans = agent.summary().spans
             traffic.close()
             summary = agent.close()
-        lost = {name: n for name, n in summary.export.items() if n and name != "spans exported"}
+        lost = {name: n for name, n in summary.export.items() if n and name != "spans_exported"}
         assert summary.requests == requests // SLICE * SLICE, summary.line()
         assert not (lost or summary.missed or summary.errors or summary.lines_lost), summary.line()
         return used

@@ -221,12 +221,16 @@ class Agent:
         """
         before = self._tails.counts.records
         now_ns = time.monotonic_ns()
-        position = self._delivery.position or SinkPosition()
-        caught_up = self._tails.read(now_ns, position, enough=enough)
-        if caught_up or self._tracker.num_done:
+        # What is finished is handed on before more is read: what waits in a ring takes no memory.
+        reads = not self._tracker.num_done
+        caught_up = False
+        if reads:
+            position = self._delivery.position or SinkPosition()
+            caught_up = self._tails.read(now_ns, position, enough=enough)
+        if caught_up or not reads:
             self._hand_on(now_ns, enough)
         now_s = time.monotonic()
-        if self._tails.at_end:
+        if reads and self._tails.at_end:
             self._caught_up_s = now_s
             if now_s >= self._look_due_s:
                 self._report_stuck()
@@ -415,6 +419,7 @@ class Agent:
             "lag_s": round(lag_s, 3),
             "pid": os.getpid(),
             "problems": list(self.losses().sentences()),
+            "exporters": [dataclasses.asdict(state) for state in self._delivery.exporters()],
             "totals": dataclasses.asdict(self.summary()),
         }
         return status == "ok", facts

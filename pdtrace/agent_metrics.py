@@ -73,7 +73,7 @@ _WORKER_COUNTERS = {
     Gauge.STEPS: ("pd_steps", "Forward passes of the process."),
 }
 
-_WAITING, _DROPPED = "spans waiting", "spans dropped"
+_WAITING, _DROPPED = "spans_waiting", "spans_dropped"
 """Names in `AgentSummary.export` that are no counters, or that `dropped` splits by reason."""
 
 _STAGE, _BEGIN, _END, _REASON = a.STAGE.key, a.BEGIN_NS.key, a.END_NS.key, a.WAIT_REASON.key

@@ -48,7 +48,9 @@ class AgentSummary:
     def line(self) -> str:
         """One line for the log."""
         export = "".join(
-            f", {count} {name}" for name, count in self.export.items() if name != "lines lost"
+            f", {count} {name.replace('_', ' ')}"
+            for name, count in self.export.items()
+            if name != "lines_lost"
         )
         return (
             f"{self.requests} requests ({self.incomplete} incomplete, {self.stuck} stuck, "

@@ -6,6 +6,7 @@ the processes is `pdtrace.health`'s. Pure.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from pdtrace.placement import is_attempt, is_root, split_requests, stage_of
 from pdtrace.skew import MAX_SKEW_NS
 from pdtrace.sources import Recording
 from pdtrace.spans import Trace
+from pdtrace.spill import Waiting
 from pdtrace.stages import Mode, Outcome, Role
 from pdtrace.timeline import Timeline, build_timeline
 from pdtrace.violations import ViolationKind
@@ -422,13 +424,33 @@ def _handled(runs: Sequence[RunHealth]) -> Rule:
             if count:
                 broken += count
                 found.append(f"{run.run}: {count} {what}")
+        for waiting in () if run.has_agent else run.waiting:
+            broken += waiting.spans
+            found.append(
+                f"{run.run}: {_waits(waiting)}, and no agent is there: one with --out {run.run} "
+                "sends them"
+            )
     checked = sum(run.losses.requests for run in runs)
-    title = "everything that was read was written and exported (counts requests, spans)"
+    title = (
+        "what was read was written, and exported or an agent still tries (counts requests, spans)"
+    )
     return _rule("delivered", title, checked, found, broken=broken)
+
+
+def _waits(waiting: Waiting) -> str:
+    """`otlp http://…: 778 spans wait since 21:03:11 UTC: connection refused`."""
+    failing = waiting.failing
+    since = time.strftime("%H:%M:%S", time.gmtime(waiting.since_unix_ns / 1e9))
+    wait = "span waits" if waiting.spans == 1 else "spans wait"
+    name = waiting.kind if failing is None else failing.name
+    why = "" if failing is None else f" ({failing.reason.rstrip('.')})"
+    return f"{waiting.spans} {wait} to be exported with {name} since {since} UTC{why}"
 
 
 def _run_notes(runs: Sequence[RunHealth], processes: Sequence[ProcessHealth]) -> Iterable[str]:
     for run in runs:
+        for waiting in run.waiting if run.has_agent else ():
+            yield f"{_waits(waiting)}; the agent goes on trying."
         if run.losses.problem:
             yield f"{run.losses.problem}."
         if run.losses.unnamed:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pdtrace.collected import CollectedRequest
 from pdtrace.export import ExportPlan
-from pdtrace.export_queue import ExportQueue
+from pdtrace.export_queue import ExporterState, ExportQueue
 from pdtrace.logtext import one_line
 from pdtrace.otlp import encode_line
 from pdtrace.sink import MAX_FILE_BYTES, MAX_FILES, FileSink, SinkPosition, lines_since
@@ -109,9 +109,13 @@ class Delivery:
         """Counts by what became of spans, lines and files, for the log and for metrics."""
         totals = {} if self._queue is None else dict(self._queue.totals())
         if self._sink is not None:
-            totals["lines lost"] = self._sink.lines_lost
-            totals["files deleted"] = self._sink.files_deleted
+            totals["lines_lost"] = self._sink.lines_lost
+            totals["files_deleted"] = self._sink.files_deleted
         return totals
+
+    def exporters(self) -> Sequence[ExporterState]:
+        """How each exporter stands; none without exporters."""
+        return () if self._queue is None else self._queue.exporters()
 
     def dropped(self) -> Mapping[str, int]:
         """Spans that no exporter will send, by reason; empty without exporters."""

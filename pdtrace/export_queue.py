@@ -22,7 +22,7 @@ from typing import Protocol
 
 from pdtrace.sink import SinkPosition
 from pdtrace.spans import Span
-from pdtrace.spill import Spill
+from pdtrace.spill import Failing, Spill
 
 MAX_QUEUED_SPANS = 65_536
 MAX_BATCH_SPANS = 2_048
@@ -31,6 +31,8 @@ BATCH_DELAY_S = 1.0
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 5.0
 MIN_RETRY_AFTER_S = 0.05
+SILENT_S = 5.0
+"""Who has not answered for so long is said not to take spans."""
 MAX_RETRY_AFTER_S = 60.0
 """A collector that asks for longer is tried again all the same."""
 CLOSING_BACKOFF_S = 0.1
@@ -113,6 +115,24 @@ class QueueLimits:
     delay_s: float = BATCH_DELAY_S
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExporterState:
+    """How one exporter stands.
+
+    takes_spans    false from when it did not take a batch, or has not answered for a while, until
+                   it takes one
+    reason         its last words, or what is wrong with the connection; "" while it takes spans
+    since_unix_ns  since when it does not; None while it does
+    spans_waiting  in memory and in the files
+    """
+
+    name: str
+    takes_spans: bool
+    reason: str
+    since_unix_ns: int | None
+    spans_waiting: int
+
+
 @dataclass(slots=True)
 class _Entry:
     """A request in the queue. Everything before `end` in the files is handled once this one is;
@@ -175,13 +195,21 @@ class ExportQueue:
         lanes = self._lanes
         dropped = self.dropped()
         return {
-            "spans exported": sum(lane.exported for lane in lanes),
-            "spans replayed": sum(lane.replayed for lane in lanes),
-            "spans unsampled": self._unsampled,
-            "spans waiting": sum(lane.num_waiting for lane in lanes),
-            "spans dropped": sum(dropped.values()),
-            **{f"spans dropped ({reason})": count for reason, count in dropped.items() if count},
+            "spans_exported": sum(lane.exported for lane in lanes),
+            "spans_replayed": sum(lane.replayed for lane in lanes),
+            "spans_unsampled": self._unsampled,
+            "spans_waiting": sum(lane.num_waiting for lane in lanes),
+            "spans_dropped": sum(dropped.values()),
+            **{
+                f"spans_dropped_{reason.replace(' ', '_')}": count
+                for reason, count in dropped.items()
+                if count
+            },
         }
+
+    def exporters(self) -> Sequence[ExporterState]:
+        """How each exporter stands."""
+        return [lane.state() for lane in self._lanes]
 
     def dropped(self) -> Mapping[str, int]:
         """Spans dropped by reason; every reason is there."""
@@ -209,6 +237,8 @@ class _Lane:
         self._closing_until_s: float | None = None
         self._abandoned = False
         self._failing = ""
+        self._trouble: Failing | None = None
+        self._asked_ns: int | None = None
         self._said: set[str] = set()
         # The files: where to read on while behind, what was delivered, what is not read yet.
         self._read: SinkPosition | None = None
@@ -234,6 +264,20 @@ class _Lane:
                 + sum(len(entry.spans) for entry in self._sending)
                 + sum(self._unread.values())
             )
+
+    def state(self) -> ExporterState:
+        trouble, asked_ns = self._trouble, self._asked_ns
+        if trouble is None and asked_ns is not None:
+            silent_s = (time.time_ns() - asked_ns) / 1e9
+            if silent_s > SILENT_S:
+                trouble = self._failure(f"it has not answered for {silent_s:.0f} s", asked_ns)
+        return ExporterState(
+            name=self._target.name,
+            takes_spans=trouble is None,
+            reason="" if trouble is None else trouble.reason,
+            since_unix_ns=None if trouble is None else trouble.since_unix_ns,
+            spans_waiting=self.num_waiting,
+        )
 
     # -- called by the agent ------------------------------------------------------------------
 
@@ -443,6 +487,8 @@ class _Lane:
         failures = 0
         while True:
             answer = self._answer(batch)
+            if answer.sent is not Sent.OK:
+                self._note_trouble(answer)
             with self._changed:
                 if self._abandoned:
                     return False
@@ -464,11 +510,26 @@ class _Lane:
         spans = [span for entry in batch for span in entry.spans]
         if not spans:
             return Answer(sent=Sent.OK)
+        self._asked_ns = time.time_ns()
         try:
             return self._target.send(spans)
         except Exception as error:  # spans that cannot be encoded, or an exporter's bug
             reason = f"{type(error).__name__}: {error}"
             return Answer(sent=Sent.TOO_LARGE, reason=reason, code=DropReason.BROKEN)
+        finally:
+            self._asked_ns = None
+
+    def _note_trouble(self, answer: Answer) -> None:
+        """What does not fit or cannot be encoded is the batch's fault."""
+        if answer.sent is Sent.TOO_LARGE or self._abandoned:
+            return
+        since_ns = time.time_ns() if self._trouble is None else self._trouble.since_unix_ns
+        self._trouble = self._failure(answer.reason or "no reason given", since_ns)
+        if self._spill is not None:
+            self._spill.note_failing(self._target.kind, self._trouble)
+
+    def _failure(self, reason: str, since_ns: int) -> Failing:
+        return Failing(name=self._target.name, reason=reason, since_unix_ns=since_ns)
 
     def _send_halves(self, batch: list[_Entry], answer: Answer) -> bool:
         middle = len(batch) // 2
@@ -516,6 +577,10 @@ class _Lane:
                     rejected,
                     answer.reason or "no reason given",
                 )
+        if num_spans:
+            self._trouble = None
+            if self._spill is not None:
+                self._spill.note_failing(self._target.kind, None)
         if recovered:
             _log.warning("%s takes spans again; %d were dropped so far", self._target.name, dropped)
         self._settle(batch)
@@ -566,6 +631,8 @@ class _Lane:
             unstored = sum(len(entry.spans) for entry in rest) - stored
             self.dropped[DropReason.EXIT] += unstored
             waiting = stored + sum(self._unread.values())
+        if waiting and cause and self._trouble is None and self._spill is not None:
+            self._spill.note_failing(self._target.kind, self._failure(cause, time.time_ns()))
         because = f": {cause}" if cause else ""
         if unstored:
             _log.warning(

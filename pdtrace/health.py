@@ -7,6 +7,7 @@ process that died while no agent was there to notice. Which of it breaks a rule 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,9 @@ from pdtrace.ring import Counter, RingReader, WriterState, scan_rings
 from pdtrace.sink import has_writer
 from pdtrace.sources import RINGS_FOLDER, TRACES_FOLDER, rings_folder
 from pdtrace.spill import CURSORS_NAME, Waiting, read_waiting
+
+_UNDER_WAY_NS = 10_000_000_000
+"""Spans that have waited for less are under way, if an agent is there."""
 
 _LOST_WORDS = {
     "missed": "overwritten before they were read",
@@ -145,15 +149,25 @@ def read_health(run: Path) -> RunHealth:
         for ring in losses.earlier.values()
     ]
     processes.sort(key=lambda process: (process.instance, process.pid))
-    traces = run / TRACES_FOLDER
+    has_agent = has_writer(run / TRACES_FOLDER)
     return RunHealth(
         run=str(run),
         processes=tuple(processes),
         unreadable=unreadable,
         losses=losses,
-        waiting=read_waiting(traces, run / CURSORS_NAME),
-        has_agent=has_writer(traces),
+        waiting=_waiting(run, has_agent=has_agent),
+        has_agent=has_agent,
     )
+
+
+def _waiting(run: Path, *, has_agent: bool) -> list[Waiting]:
+    found = read_waiting(run / TRACES_FOLDER, run / CURSORS_NAME)
+    lately_ns = time.time_ns() - _UNDER_WAY_NS
+    return [
+        waiting
+        for waiting in found
+        if not has_agent or waiting.failing is not None or waiting.since_unix_ns < lately_ns
+    ]
 
 
 def _is_begun(known: RingLosses | None) -> bool:

@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -28,6 +29,7 @@ LOCK_NAME = ".writer.lock"
 
 _NAME = re.compile(r"spans-(\d{6,})\.jsonl")
 _READ_BYTES = 1 << 20
+_LOCK_TRIES, _LOCK_PAUSE_S = 5, 0.02
 _log = logging.getLogger(__name__)
 
 
@@ -79,6 +81,11 @@ class FileSink:
         self._lock_fd = -1
         try:
             locked = self.holds_lock()
+            for _ in range(_LOCK_TRIES):
+                if locked:
+                    break
+                time.sleep(_LOCK_PAUSE_S)  # who looks whether somebody writes holds it for a moment
+                locked = self.holds_lock()
         except OSError as error:
             raise SinkError(
                 f"cannot write traces to {self.directory}: {error.strerror}. "
@@ -257,6 +264,23 @@ class FileSink:
 
     def _path(self, number: int) -> Path:
         return self.directory / f"spans-{number:06d}.jsonl"
+
+
+def has_writer(directory: str | Path) -> bool:
+    """Whether a sink writes to a directory now."""
+    try:
+        fd = os.open(Path(directory) / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
 
 
 def span_files(directory: str | Path) -> list[Path]:

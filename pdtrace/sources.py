@@ -193,7 +193,7 @@ def _is_run(path: Path) -> bool:
 def _holds_recording(path: Path) -> bool:
     """Whether a folder has rings, or traces that are not empty."""
     try:
-        if scan_rings(path / RINGS_FOLDER):
+        if scan_rings(path / RINGS_FOLDER) or scan_rings(path):
             return True
         return any(
             not file.name.startswith(".") and file.is_file() and file.stat().st_size

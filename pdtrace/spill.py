@@ -1,8 +1,9 @@
 """The sink's files as what exporters have not taken yet: positions, and reading from there.
 
 Owns the cursor of each exporter (up to where everything was taken or refused for good), the small
-file that keeps the cursors over restarts, and reading requests back between two positions. Knows
-nothing of collectors (`pdtrace.export_queue`) or of writing (`pdtrace.sink`).
+file that keeps the cursors over restarts, reading requests back between two positions, and telling
+what waits to those who look at a run directory (`read_waiting`). Knows nothing of collectors
+(`pdtrace.export_queue`) or of writing (`pdtrace.sink`).
 
 An exporter that is new to a directory begins at its end. A cursor is noted after each batch,
 without a sync: an agent that is killed sends at most that batch again whose answer it had not noted
@@ -45,9 +46,36 @@ class Stretch(NamedTuple):
     end: SinkPosition
 
 
+class Failing(msgspec.Struct, frozen=True, kw_only=True):
+    """An exporter that does not take spans: since when, and its last words.
+
+    name  of the exporter, with its address
+    """
+
+    name: str
+    reason: str
+    since_unix_ns: int
+
+
 class _CursorsFile(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 1
     cursors: dict[str, SinkPosition] = {}
+    failing: dict[str, Failing] = {}
+
+
+class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+    """What one exporter has not taken of a run directory's files.
+
+    kind            of the exporter
+    spans           sampled ones behind its cursor
+    since_unix_ns   when the first of these ended
+    failing         why it took none; None where it did not say, or nobody asked it
+    """
+
+    kind: str
+    spans: int
+    since_unix_ns: int
+    failing: Failing | None = None
 
 
 class Spill:
@@ -63,7 +91,13 @@ class Spill:
         self._path = path
         self.end = end
         self._lock = threading.Lock()
-        self._cursors = self._load()
+        try:
+            kept = _load(path)
+        except (OSError, msgspec.MsgspecError) as error:
+            _log.warning("%s cannot be used, export begins with the next request: %s", path, error)
+            kept = _CursorsFile()
+        self._cursors = dict(kept.cursors)
+        self._failing = dict(kept.failing)
         self._said: set[str] = set()
 
     def open_cursor(self, kind: str) -> SinkPosition:
@@ -79,16 +113,35 @@ class Spill:
         """Notes that everything before `cursor` is done with."""
         with self._lock:
             self._cursors[kind] = cursor
-            draft = self._path.with_suffix(".draft")
-            try:
-                draft.write_bytes(msgspec.json.encode(_CursorsFile(cursors=self._cursors)))
-                draft.replace(self._path)
-            except OSError as error:
-                self._say_once(
-                    "unwritable",
-                    f"cannot write {self._path}: {error.strerror}. "
-                    "A restarted agent exports again what was exported since",
-                )
+            self._write()
+
+    def note_failing(self, kind: str, failing: Failing | None) -> None:
+        """Notes why an exporter takes nothing, for who looks at the run directory; None: it does.
+        Of an outage that a former agent noted already, the begin stays."""
+        with self._lock:
+            before = self._failing.get(kind)
+            if failing is None:
+                self._failing.pop(kind, None)
+            elif before is not None and before.name == failing.name:
+                since_ns = before.since_unix_ns
+                self._failing[kind] = msgspec.structs.replace(failing, since_unix_ns=since_ns)
+            else:
+                self._failing[kind] = failing
+            if self._failing.get(kind) != before:
+                self._write()
+
+    def _write(self) -> None:
+        draft = self._path.with_suffix(".draft")
+        kept = _CursorsFile(cursors=self._cursors, failing=self._failing)
+        try:
+            draft.write_bytes(msgspec.json.encode(kept))
+            draft.replace(self._path)
+        except OSError as error:
+            self._say_once(
+                "unwritable",
+                f"cannot write {self._path}: {error.strerror}. "
+                "A restarted agent exports again what was exported since",
+            )
 
     def count(
         self, start: SinkPosition, end: SinkPosition, *, only: int | None = None
@@ -138,22 +191,51 @@ class Spill:
             f"{behind.offset} is not exported: {error}",
         )
 
-    def _load(self) -> dict[str, SinkPosition]:
-        try:
-            stored = msgspec.json.decode(self._path.read_bytes(), type=_CursorsFile)
-        except FileNotFoundError:
-            return {}
-        except (OSError, msgspec.MsgspecError) as error:
-            _log.warning(
-                "%s cannot be used, export begins with the next request: %s", self._path, error
-            )
-            return {}
-        return dict(stored.cursors)
-
     def _say_once(self, kind: str, message: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
             _log.warning("%s", message)
+
+
+def read_waiting(directory: Path, path: Path) -> list[Waiting]:
+    """What the exporters of a run have not taken, exporter by exporter; those that took all are
+    left out. Never raises: what cannot be read waits for nobody.
+
+    directory  of the sink
+    path       of the file with the cursors
+    """
+    try:
+        kept = _load(path)
+        files = span_files(directory)
+        number = file_number(files[-1]) if files else 0
+        end = SinkPosition(number=number, offset=files[-1].stat().st_size if files else 0)
+        found = [_waiting(directory, kind, kept, end) for kind in sorted(kept.cursors)]
+    except (OSError, msgspec.MsgspecError):
+        return []
+    return [waiting for waiting in found if waiting is not None]
+
+
+def _waiting(directory: Path, kind: str, kept: _CursorsFile, end: SinkPosition) -> Waiting | None:
+    spans = 0
+    since_ns = 0
+    for line, _ in _lines_between(directory, kept.cursors[kind], end):
+        try:
+            count = count_sampled(line)
+            if count and not spans:
+                since_ns = max(span.end_ns for span in decode_line(line))
+        except ValueError:
+            continue  # nor will it be exported
+        spans += count
+    if not spans:
+        return None
+    return Waiting(kind=kind, spans=spans, since_unix_ns=since_ns, failing=kept.failing.get(kind))
+
+
+def _load(path: Path) -> _CursorsFile:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_CursorsFile)
+    except FileNotFoundError:
+        return _CursorsFile()
 
 
 def _lines_between(

@@ -12,13 +12,13 @@ from pdtrace.stages import Gauge
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "agent.md"
 EXPORT = (
-    "spans exported",
-    "spans replayed",
-    "spans unsampled",
-    "spans waiting",
-    "spans dropped",
-    "lines lost",
-    "files deleted",
+    "spans_exported",
+    "spans_replayed",
+    "spans_unsampled",
+    "spans_waiting",
+    "spans_dropped",
+    "lines_lost",
+    "files_deleted",
 )
 
 

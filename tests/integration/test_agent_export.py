@@ -152,8 +152,8 @@ def test_agent_ends_in_time_whatever_the_collector_does_and_the_next_one_sends_a
             took_s = time.monotonic() - begin_s
     assert took_s < EXIT_S
     spans = written(tmp_path)
-    assert totals["export"]["spans waiting"] == len(spans)
-    assert totals["export"]["spans dropped"] == totals["export"]["spans exported"] == 0
+    assert totals["export"]["spans_waiting"] == len(spans)
+    assert totals["export"]["spans_dropped"] == totals["export"]["spans_exported"] == 0
     [line] = [line for line in log.splitlines() if "were not exported and wait in" in line]
     assert received.endpoint in line
     if cause is not None:
@@ -163,8 +163,8 @@ def test_agent_ends_in_time_whatever_the_collector_does_and_the_next_one_sends_a
     with up() as collector:
         totals = run_to_end(tmp_path, {ENDPOINT: collector.endpoint, PROTOCOL: protocol})
         assert sorted(collector.span_ids()) == sorted(span.span_id for span in spans)
-    assert totals["export"]["spans replayed"] == len(spans)
-    assert totals["export"]["spans waiting"] == 0
+    assert totals["export"]["spans_replayed"] == len(spans)
+    assert totals["export"]["spans_waiting"] == 0
 
 
 @pytest.mark.case("EXP-01")
@@ -184,7 +184,7 @@ def test_agent_that_is_told_to_stop_flushes_what_it_has(tmp_path: Path, protocol
             took_s = time.monotonic() - begin_s
         assert took_s < EXIT_S
         assert sorted(collector.span_ids()) == sorted(span.span_id for span in written(tmp_path))
-    assert totals["export"]["spans waiting"] == 0
+    assert totals["export"]["spans_waiting"] == 0
 
 
 def test_agent_that_is_killed_loses_no_span(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_agent_that_is_killed_loses_no_span(tmp_path: Path) -> None:
     }
     assert roots == {f"r{number}" for number in range(sent)}
     assert set(arrived) == {span.span_id for span in spans}, "nothing lost, nothing made up"
-    assert totals["export"]["spans waiting"] == totals["export"]["spans dropped"] == 0
+    assert totals["export"]["spans_waiting"] == totals["export"]["spans_dropped"] == 0
     repeated = sum(count - 1 for count in arrived.values())
     assert repeated <= kills * MAX_BATCH_SPANS, (
         "at most the batch whose answer was not noted, each time"
@@ -278,16 +278,16 @@ def test_queue_that_is_too_small_loses_nothing_with_files(tmp_path: Path) -> Non
         totals = run_to_end(
             tmp_path, {ENDPOINT: collector.endpoint, "OTEL_BSP_MAX_QUEUE_SIZE": "10"}
         )
-        waiting = totals["export"]["spans waiting"]
+        waiting = totals["export"]["spans_waiting"]
         arrived = set(collector.span_ids())
-        assert len(arrived) >= totals["export"]["spans exported"] > 0
+        assert len(arrived) >= totals["export"]["spans_exported"] > 0
         while waiting:  # an exit is bounded; the rest is the next agent's
             totals = run_to_end(tmp_path, {ENDPOINT: collector.endpoint})
-            assert totals["export"]["spans waiting"] < waiting
-            waiting = totals["export"]["spans waiting"]
+            assert totals["export"]["spans_waiting"] < waiting
+            waiting = totals["export"]["spans_waiting"]
     spans = written(tmp_path)
     assert set(collector.span_ids()) == {span.span_id for span in spans}
-    assert totals["export"]["spans dropped"] == 0
+    assert totals["export"]["spans_dropped"] == 0
     assert len({span.trace_id for span in spans}) == 1_000
 
 
@@ -304,10 +304,10 @@ def test_queue_that_is_too_small_without_files_counts_and_says_what_it_drops(
             totals, log = finish(process)
     export = totals["export"]
     assert totals["requests"] == 1_000
-    assert export["spans dropped"] > 0
-    assert export["spans exported"] + export["spans dropped"] == totals["spans"]
-    assert export["spans dropped"] == export.get("spans dropped (queue full)", 0) + export.get(
-        "spans dropped (not taken before exit)", 0
+    assert export["spans_dropped"] > 0
+    assert export["spans_exported"] + export["spans_dropped"] == totals["spans"]
+    assert export["spans_dropped"] == export.get("spans_dropped_queue_full", 0) + export.get(
+        "spans_dropped_not_taken_before_exit", 0
     )
     assert log.count("spans are dropped (queue full)") == 1
     # Whole requests are dropped: what arrived needs no mark of being incomplete.
@@ -336,7 +336,7 @@ def test_callers_flag_decides_unless_it_is_overridden_and_the_files_have_all(
         arrived = collector.span_ids()
     spans = written(tmp_path)
     assert sorted(arrived) == (sorted(span.span_id for span in spans) if exported else [])
-    assert totals["export"]["spans unsampled"] == (0 if exported else len(spans))
+    assert totals["export"]["spans_unsampled"] == (0 if exported else len(spans))
     assert totals["requests"] == 5
     found = read_source(tmp_path)
     assert len(found.traces) == 5
@@ -435,7 +435,7 @@ def test_path_that_nobody_serves_is_one_clear_line(tmp_path: Path) -> None:
     [line] = [line for line in log.splitlines() if "does not take spans" in line]
     assert "404" in line
     assert "is this the address of an OTLP/HTTP receiver?" in line
-    assert totals["export"]["spans dropped (refused)"] == totals["spans"]
+    assert totals["export"]["spans_dropped_refused"] == totals["spans"]
 
 
 # -- CFG-03: packages that are missing -------------------------------------------------------

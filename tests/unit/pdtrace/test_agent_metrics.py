@@ -310,7 +310,7 @@ def test_agents_own_numbers() -> None:
             spans=120,
             records=400,
             late=2,
-            export={"spans exported": 100, "spans waiting": 7, "spans dropped": 13},
+            export={"spans_exported": 100, "spans_waiting": 7, "spans_dropped": 13},
         ),
         losses=Losses(rings={"x.ring": ring}),
         dropped={"queue full": 13},

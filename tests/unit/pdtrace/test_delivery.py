@@ -139,17 +139,17 @@ def test_collector_that_is_down_costs_nothing_and_gets_all_once_it_is_up(
     deliver(delivery, range(500))
     eventually(lambda: collector.calls > 2)
     totals = delivery.totals()
-    assert (totals["spans waiting"], totals["spans dropped"]) == (500 * SPANS_EACH, 0)
+    assert (totals["spans_waiting"], totals["spans_dropped"]) == (500 * SPANS_EACH, 0)
     collector.up = True
-    eventually(lambda: delivery.totals()["spans waiting"] == 0)
+    eventually(lambda: delivery.totals()["spans_waiting"] == 0)
     deliver(delivery, range(500, 520))
-    eventually(lambda: delivery.totals()["spans waiting"] == 0)
+    eventually(lambda: delivery.totals()["spans_waiting"] == 0)
     delivery.close(5)
     assert collector.numbers == list(range(520)), "in order, none lost, none twice"
     assert max(collector.batches) <= EAGER.max_batch
     totals = delivery.totals()
-    assert totals["spans exported"] == 520 * SPANS_EACH
-    assert totals["spans replayed"] >= 400 * SPANS_EACH, "only what fits is kept in memory"
+    assert totals["spans_exported"] == 520 * SPANS_EACH
+    assert totals["spans_replayed"] >= 400 * SPANS_EACH, "only what fits is kept in memory"
     assert sorted(record.message for record in caplog.records) == [
         "the collector does not keep up: further spans wait in the files",
         "the collector does not take spans: Connection refused. They wait in the files",
@@ -166,7 +166,7 @@ def test_memory_is_bounded_whatever_waits(tmp_path: Path) -> None:
     held = sys.getrefcount(RESOURCE) - before
     assert 0 < held <= EAGER.max_queued + 2 * EAGER.max_batch  # caches refer to it, too
     delivery.close(0.2)
-    assert delivery.totals()["spans waiting"] == 2_000 * SPANS_EACH
+    assert delivery.totals()["spans_waiting"] == 2_000 * SPANS_EACH
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -193,11 +193,11 @@ def test_every_request_arrives_once_whenever_the_collector_is_up(tmp_path: Path,
             delivery.close(0.5)
             delivery = delivery_of(tmp_path, collector, max_file_bytes=20_000)
     collector.up = True
-    eventually(lambda: delivery.totals()["spans waiting"] == 0)
+    eventually(lambda: delivery.totals()["spans_waiting"] == 0)
     delivery.close(5)
     assert collector.numbers == sampled
     assert in_files(tmp_path) == list(range(sent))
-    assert delivery.totals()["spans dropped"] == 0
+    assert delivery.totals()["spans_dropped"] == 0
 
 
 def test_two_exporters_lag_each_for_itself(tmp_path: Path) -> None:
@@ -206,10 +206,10 @@ def test_two_exporters_lag_each_for_itself(tmp_path: Path) -> None:
     deliver(delivery, range(50))
     eventually(lambda: len(fast.numbers) == 50)
     delivery.close(0.2)
-    assert (slow.numbers, delivery.totals()["spans waiting"]) == ([], 50 * SPANS_EACH)
+    assert (slow.numbers, delivery.totals()["spans_waiting"]) == ([], 50 * SPANS_EACH)
     slow.up = True
     delivery = delivery_of(tmp_path, fast, slow)
-    eventually(lambda: delivery.totals()["spans waiting"] == 0)
+    eventually(lambda: delivery.totals()["spans_waiting"] == 0)
     delivery.close(5)
     assert fast.numbers == slow.numbers == list(range(50))
 
@@ -237,10 +237,10 @@ def test_next_agent_sends_what_the_last_one_could_not(
     collector.up = True
     delivery = delivery_of(tmp_path, collector)
     deliver(delivery, range(100, 110))
-    eventually(lambda: delivery.totals()["spans waiting"] == 0)
+    eventually(lambda: delivery.totals()["spans_waiting"] == 0)
     totals = delivery.totals()
-    assert totals["spans exported"] == 100 * SPANS_EACH
-    assert 90 * SPANS_EACH <= totals["spans replayed"] <= totals["spans exported"]
+    assert totals["spans_exported"] == 100 * SPANS_EACH
+    assert 90 * SPANS_EACH <= totals["spans_replayed"] <= totals["spans_exported"]
     delivery.close(5)
     assert collector.numbers == list(range(110))
 
@@ -258,7 +258,7 @@ def test_agent_that_was_killed_sends_at_most_one_batch_again(tmp_path: Path) -> 
     delivery.close(10)
     after = Collector()
     delivery = delivery_of(left, after)
-    eventually(lambda: delivery.totals()["spans waiting"] == 0)
+    eventually(lambda: delivery.totals()["spans_waiting"] == 0)
     delivery.close(5)
     assert after.numbers == list(range(300 - len(after.numbers), 300))
     assert len(after.ids) + noted >= 300 * SPANS_EACH
@@ -282,7 +282,7 @@ def test_agent_without_exporter_leaves_work_for_one_with(tmp_path: Path) -> None
     without.deliver([request_of(0)])
     without.close(1)
     delivery = delivery_of(tmp_path, collector)
-    eventually(lambda: delivery.totals()["spans waiting"] == 0)
+    eventually(lambda: delivery.totals()["spans_waiting"] == 0)
     delivery.close(5)
     assert collector.numbers == [0]
 
@@ -325,7 +325,7 @@ def test_line_that_is_no_request_is_passed_over_and_said(
     path.write_bytes(lines[0] + b'{"resourceSpans": [7]}\n' + lines[1] + lines[2])
     collector.up = True
     delivery = delivery_of(tmp_path, collector)
-    eventually(lambda: delivery.totals()["spans waiting"] == 0)
+    eventually(lambda: delivery.totals()["spans_waiting"] == 0)
     delivery.close(5)
     assert collector.numbers == [0, 1, 2]
     assert caplog.text.count("is not exported: not OTLP") == 1
@@ -345,7 +345,7 @@ def test_what_somebody_removed_or_damaged_before_its_turn_is_counted_as_dropped(
     second.write_bytes(b"\0" * (len(lines[0]) - 1) + b"\n" + b"".join(lines[1:]))
     collector.up = True
     deliver(delivery, range(100, 103))
-    eventually(lambda: delivery.totals()["spans waiting"] == 0)
+    eventually(lambda: delivery.totals()["spans_waiting"] == 0)
     dropped = delivery.dropped()
     delivery.close(5)
     assert dropped["file deleted"] == (gone + 1) * SPANS_EACH == sum(dropped.values())
@@ -373,12 +373,12 @@ def test_unsampled_requests_are_in_the_files_and_never_sent(tmp_path: Path) -> N
     delivery = delivery_of(tmp_path, collector)
     for number in range(100):
         delivery.deliver([request_of(number, sampled=number % 2 == 0)])
-    assert delivery.totals()["spans unsampled"] == 50 * SPANS_EACH
-    assert delivery.totals()["spans waiting"] == 50 * SPANS_EACH
+    assert delivery.totals()["spans_unsampled"] == 50 * SPANS_EACH
+    assert delivery.totals()["spans_waiting"] == 50 * SPANS_EACH
     delivery.close(0.1)
     collector.up = True
     delivery = delivery_of(tmp_path, collector)
-    eventually(lambda: delivery.totals()["spans waiting"] == 0)
+    eventually(lambda: delivery.totals()["spans_waiting"] == 0)
     delivery.close(5)
     assert collector.numbers == list(range(0, 100, 2))
     assert in_files(tmp_path) == list(range(100))
@@ -407,7 +407,7 @@ def test_file_that_is_deleted_before_its_turn_is_counted_and_said_once(
     deliver(delivery, range(200), each=1)
     kept = in_files(tmp_path)
     collector.up = True
-    eventually(lambda: delivery.totals()["spans waiting"] == 0)
+    eventually(lambda: delivery.totals()["spans_waiting"] == 0)
     delivery.close(5)
     in_memory = [number for number in collector.numbers if number not in kept]
     assert in_memory == list(range(len(in_memory))), "what was in memory is not lost with its file"
@@ -415,9 +415,9 @@ def test_file_that_is_deleted_before_its_turn_is_counted_and_said_once(
     assert collector.numbers == in_memory + kept
     lost = 200 - len(in_memory) - len(kept)
     assert lost > 100
-    assert delivery.totals()["spans dropped (file deleted)"] == lost * SPANS_EACH
+    assert delivery.totals()["spans_dropped_file_deleted"] == lost * SPANS_EACH
     assert delivery.dropped()["file deleted"] == lost * SPANS_EACH
-    assert delivery.totals()["files deleted"] > 3
+    assert delivery.totals()["files_deleted"] > 3
     assert caplog.text.count("spans are dropped (file deleted)") == 1
 
 
@@ -429,8 +429,8 @@ def test_files_of_a_former_agent_count_when_they_are_deleted(tmp_path: Path) -> 
     delivery = delivery_of(tmp_path, collector, max_file_bytes=10_000, max_files=3)
     deliver(delivery, range(100, 300))
     totals = delivery.totals()
-    assert totals["spans waiting"] + totals["spans dropped"] == 300 * SPANS_EACH
-    assert totals["spans waiting"] >= len(in_files(tmp_path)) * SPANS_EACH
+    assert totals["spans_waiting"] + totals["spans_dropped"] == 300 * SPANS_EACH
+    assert totals["spans_waiting"] >= len(in_files(tmp_path)) * SPANS_EACH
     delivery.close(0.1)
 
 
@@ -442,9 +442,9 @@ def test_what_is_in_memory_alone_when_its_file_is_gone_is_lost_at_exit_and_said(
     kept = len(in_files(tmp_path))
     delivery.close(0.3)
     totals = delivery.totals()
-    assert totals["spans waiting"] == kept * SPANS_EACH
-    assert totals["spans dropped"] == (60 - kept) * SPANS_EACH
-    assert totals["spans dropped (not taken before exit)"] > 0
+    assert totals["spans_waiting"] == kept * SPANS_EACH
+    assert totals["spans_dropped"] == (60 - kept) * SPANS_EACH
+    assert totals["spans_dropped_not_taken_before_exit"] > 0
     assert "were not exported and are lost: Connection refused" in caplog.text
 
 
@@ -486,11 +486,11 @@ def test_closing_does_not_wait_for_files_that_cannot_be_read(
 
     monkeypatch.setattr(Spill, "read", read)
     delivery = delivery_of(tmp_path, collector)
-    eventually(lambda: delivery.totals()["spans waiting"] == 50 * SPANS_EACH)
+    eventually(lambda: delivery.totals()["spans_waiting"] == 50 * SPANS_EACH)
     begin_s = time.monotonic()
     delivery.close(60)
     assert time.monotonic() - begin_s < 30
-    assert delivery.totals()["spans waiting"] == 50 * SPANS_EACH
+    assert delivery.totals()["spans_waiting"] == 50 * SPANS_EACH
 
 
 def test_full_disk_exports_from_memory_while_there_is_room(
@@ -511,16 +511,16 @@ def test_full_disk_exports_from_memory_while_there_is_room(
     full.set()
     for number in range(5, 15):
         delivery.deliver([request_of(number)])
-        eventually(lambda: delivery.totals()["spans waiting"] == 0)
-    assert delivery.lines_lost == delivery.totals()["lines lost"] == 10
+        eventually(lambda: delivery.totals()["spans_waiting"] == 0)
+    assert delivery.lines_lost == delivery.totals()["lines_lost"] == 10
     collector.up = False
     deliver(delivery, range(15, 100))
-    dropped = delivery.totals()["spans dropped (disk full)"]
+    dropped = delivery.totals()["spans_dropped_disk_full"]
     assert dropped >= (85 - (EAGER.max_queued + EAGER.max_batch) // SPANS_EACH) * SPANS_EACH
     full.clear()
     deliver(delivery, range(100, 150))
     collector.up = True
-    eventually(lambda: delivery.totals()["spans waiting"] == 0)
+    eventually(lambda: delivery.totals()["spans_waiting"] == 0)
     delivery.close(5)
     arrived = collector.numbers
     assert (arrived[:15], arrived[-50:]) == ([*range(15)], [*range(100, 150)])
@@ -569,11 +569,11 @@ def test_without_files_the_queue_is_bounded_and_drops_are_counted(
     delivery = delivery_of(None, collector)
     deliver(delivery, range(100))
     totals = delivery.totals()
-    kept = (100 * SPANS_EACH - totals["spans dropped"]) // SPANS_EACH
+    kept = (100 * SPANS_EACH - totals["spans_dropped"]) // SPANS_EACH
     assert kept <= (EAGER.max_queued + EAGER.max_batch) // SPANS_EACH
-    assert totals["spans dropped"] == totals["spans dropped (queue full)"]
+    assert totals["spans_dropped"] == totals["spans_dropped_queue_full"]
     collector.up = True
-    eventually(lambda: delivery.totals()["spans waiting"] == 0)
+    eventually(lambda: delivery.totals()["spans_waiting"] == 0)
     delivery.close(5)
     assert len(collector.numbers) == kept
     assert caplog.text.count("spans are dropped (queue full)") == 1
@@ -587,7 +587,7 @@ def test_without_files_what_is_not_taken_in_time_is_lost_and_said(
     begin_s = time.monotonic()
     delivery.close(0.3)
     assert time.monotonic() - begin_s < 5
-    assert delivery.totals()["spans dropped (not taken before exit)"] == SPANS_EACH
+    assert delivery.totals()["spans_dropped_not_taken_before_exit"] == SPANS_EACH
     assert "5 spans were not exported and are lost: Connection refused" in caplog.text
     delivery.close(0.3)
     assert caplog.text.count("are lost") == 1
@@ -596,7 +596,7 @@ def test_without_files_what_is_not_taken_in_time_is_lost_and_said(
 def test_files_only_needs_no_exporter(tmp_path: Path) -> None:
     delivery = Delivery(out=tmp_path)
     deliver(delivery, range(3))
-    assert delivery.totals() == {"lines lost": 0, "files deleted": 0}
+    assert delivery.totals() == {"lines_lost": 0, "files_deleted": 0}
     assert delivery.dropped() == {}
     assert list(delivery.lines_since(delivery.position)) == []
     delivery.close(1)
@@ -634,7 +634,7 @@ def test_replayed_spans_are_the_same_messages_as_ones_sent_at_once(tmp_path: Pat
         later = Delivery(out=tmp_path, plan=ExportPlan(targets=[target], limits=EAGER))
         later.close(10)
         assert messages(iter(received.spans())) == direct
-        assert later.totals()["spans replayed"] == len(spans)
+        assert later.totals()["spans_replayed"] == len(spans)
 
 
 def test_reading_stops_at_the_end_that_is_asked_for(tmp_path: Path) -> None:

@@ -254,11 +254,11 @@ def test_http_spans_arrive_whole_however_the_endpoint_is_written(
     assert received.paths == ["/v1/traces"]
     assert received.requests == [encode_spans(readable_spans(SPANS))]
     assert queue.totals() == {
-        "spans exported": len(SPANS),
-        "spans replayed": 0,
-        "spans unsampled": 0,
-        "spans waiting": 0,
-        "spans dropped": 0,
+        "spans_exported": len(SPANS),
+        "spans_replayed": 0,
+        "spans_unsampled": 0,
+        "spans_waiting": 0,
+        "spans_dropped": 0,
     }
 
 
@@ -270,7 +270,7 @@ def test_grpc_spans_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         queue.deliver([(REQUEST, SPANS)])
         queue.close(5)
     assert received.requests == [encode_spans(readable_spans(SPANS))]
-    assert queue.totals()["spans exported"] == len(SPANS)
+    assert queue.totals()["spans_exported"] == len(SPANS)
 
 
 @pytest.mark.parametrize("scheme", ["", "http://"])
@@ -406,7 +406,7 @@ def test_sampler_decides_per_request(
         queue.deliver([(request_, spans)])
         queue.close(5)
     assert len(received.span_names()) == (len(spans) if exported else 0)
-    assert queue.totals()["spans unsampled"] == (0 if exported else len(spans))
+    assert queue.totals()["spans_unsampled"] == (0 if exported else len(spans))
 
 
 def test_unsampled_requests_stay_in_the_local_files(
@@ -421,7 +421,7 @@ def test_unsampled_requests_stay_in_the_local_files(
         monkeypatch.setenv(BASE, received.endpoint)
         summary = run_agent(tmp_path / "rings", out=tmp_path, until_closed=True)
     assert received.requests == []
-    assert summary.spans == summary.export["spans unsampled"] > 0
+    assert summary.spans == summary.export["spans_unsampled"] > 0
     assert (tmp_path / "traces" / "spans-000001.jsonl").stat().st_size > 0
 
 
@@ -447,8 +447,8 @@ def test_collector_that_is_down_or_hangs_never_blocks_and_exit_is_bounded(
         begin_s = time.monotonic()
         queue.close(0.5)
         assert time.monotonic() - begin_s < 1.5
-    assert queue.totals()["spans dropped"] == 200 * len(SPANS)
-    assert queue.totals()["spans exported"] == 0
+    assert queue.totals()["spans_dropped"] == 200 * len(SPANS)
+    assert queue.totals()["spans_exported"] == 0
     assert caplog.text.count("were not exported") == 1
 
 
@@ -466,8 +466,8 @@ def test_agent_with_a_hanging_collector_writes_its_files_and_exits_in_time(
         summary = run_agent(tmp_path / "rings", out=tmp_path, until_closed=True)
         assert time.monotonic() - begin_s < 5
     assert summary.requests == 20
-    assert summary.export["spans waiting"] == summary.spans
-    assert summary.export["spans dropped"] == 0
+    assert summary.export["spans_waiting"] == summary.spans
+    assert summary.export["spans_dropped"] == 0
     assert summary.lines_lost == 0
 
 
@@ -481,7 +481,7 @@ def test_collector_that_comes_back_gets_what_was_kept(
         queue.close(5)
     assert received.calls == 3
     assert len(received.span_names()) == len(SPANS)
-    assert queue.totals()["spans dropped"] == 0
+    assert queue.totals()["spans_dropped"] == 0
     assert "opentelemetry" not in {record.name.split(".")[0] for record in caplog.records}
 
 
@@ -494,8 +494,8 @@ def test_batch_that_is_refused_is_dropped_counted_and_said_with_its_reason(
             queue.submit(SPANS)
             eventually(lambda count=count: received.calls == count)
         queue.close(5)
-    assert queue.totals()["spans dropped"] == 2 * len(SPANS)
-    assert queue.totals()["spans exported"] == len(SPANS)
+    assert queue.totals()["spans_dropped"] == 2 * len(SPANS)
+    assert queue.totals()["spans_exported"] == len(SPANS)
     assert caplog.text.count("does not take spans: 400") == 1
     assert len(caplog.records) == 1
 
@@ -522,7 +522,7 @@ def test_grpc_refusal_is_counted_and_said_once(caplog: pytest.LogCaptureFixture)
         queue.submit(SPANS)
         eventually(lambda: received.calls > 0)
         queue.close(0.2)
-    assert queue.totals()["spans dropped"] == len(SPANS)
+    assert queue.totals()["spans_dropped"] == len(SPANS)
     assert caplog.text.count("does not take spans") == 1
     assert "refused by the test" in caplog.text
 
@@ -555,12 +555,12 @@ def test_full_queue_drops_whole_requests_counts_them_and_says_so_once(
     eventually(lambda: len(target.batches) == 1)
     for _, spans in numbered(10):
         queue.submit(spans)
-    assert queue.totals()["spans dropped"] == 7 * len(SPANS)
+    assert queue.totals()["spans_dropped"] == 7 * len(SPANS)
     assert caplog.text.count("spans are dropped (queue full)") == 1
     target.released.set()
     queue.close(5)
-    assert queue.totals()["spans exported"] == 4 * len(SPANS)
-    assert queue.totals()["spans dropped"] == 7 * len(SPANS)
+    assert queue.totals()["spans_exported"] == 4 * len(SPANS)
+    assert queue.totals()["spans_dropped"] == 7 * len(SPANS)
     assert all(len(batch) == len(SPANS) for batch in target.batches)
 
 
@@ -578,7 +578,7 @@ def test_exporter_that_raises_costs_its_batch_only(caplog: pytest.LogCaptureFixt
     eventually(lambda: len(target.batches) == 1)
     queue.submit(SPANS)
     queue.close(5)
-    assert queue.totals()["spans exported"] == queue.totals()["spans dropped"] == len(SPANS)
+    assert queue.totals()["spans_exported"] == queue.totals()["spans_dropped"] == len(SPANS)
     assert "KeyError" in caplog.text
 
 
@@ -587,7 +587,7 @@ def test_submit_after_close_is_counted_as_dropped() -> None:
     queue = ExportQueue([target], limits=EAGER)
     queue.close(1)
     queue.submit(SPANS)
-    assert queue.totals()["spans dropped"] == len(SPANS)
+    assert queue.totals()["spans_dropped"] == len(SPANS)
 
 
 # -- the compatible path ---------------------------------------------------------------------

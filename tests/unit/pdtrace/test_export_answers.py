@@ -141,7 +141,7 @@ def test_collector_that_asks_to_wait_is_left_alone_for_so_long(
     with receiver([reply, 200]) as received:
         queue = ExportQueue([target_of(receiver, received)], limits=EAGER)
         queue.submit(SPANS)
-        eventually(lambda: queue.totals()["spans exported"] == len(SPANS))
+        eventually(lambda: queue.totals()["spans_exported"] == len(SPANS))
         queue.close(5)
     first, second = received.times
     assert second - first >= 0.65
@@ -155,10 +155,10 @@ def test_busy_collector_gets_every_span_later(
     with receiver([status, status, 200]) as received:
         queue = ExportQueue([target_of(receiver, received)], limits=EAGER)
         queue.submit(SPANS)
-        eventually(lambda: queue.totals()["spans exported"] == len(SPANS))
+        eventually(lambda: queue.totals()["spans_exported"] == len(SPANS))
         queue.close(5)
     assert received.calls == 3
-    assert queue.totals()["spans dropped"] == 0
+    assert queue.totals()["spans_dropped"] == 0
     assert [record.name for record in caplog.records] == ["pdtrace.export_queue"] * 2
     assert "takes spans again" in caplog.records[1].message
 
@@ -250,8 +250,8 @@ def test_refused_batches_are_dropped_counted_and_said_once_and_the_queue_goes_on
             queue.submit(spans)
         queue.close(10)
     assert received.span_ids() == [f"{number:016x}" for number in (3, 5)]
-    assert queue.totals()["spans dropped (refused)"] == 3
-    assert queue.totals()["spans exported"] == 2
+    assert queue.totals()["spans_dropped_refused"] == 3
+    assert queue.totals()["spans_exported"] == 2
     [record] = caplog.records
     assert "span 7 is bad. They are dropped" in record.message
 
@@ -287,7 +287,7 @@ def test_batch_that_a_collector_finds_too_large_is_sent_in_parts() -> None:
             queue.submit(spans)
         queue.close(30)
     assert received.span_ids() == [f"{number + 1:016x}" for number in range(300)]
-    assert queue.totals()["spans dropped"] == 0
+    assert queue.totals()["spans_dropped"] == 0
 
 
 def test_batch_of_spans_with_many_events_stays_below_what_receivers_take() -> None:
@@ -302,7 +302,7 @@ def test_batch_of_spans_with_many_events_stays_below_what_receivers_take() -> No
     sizes = [request.ByteSize() for request in received.requests]
     assert sum(sizes) > 4 * 2**20 > 2 * max(sizes), "all at once would be refused"
     assert len(sizes) < 10
-    assert queue.totals()["spans exported"] == 200
+    assert queue.totals()["spans_exported"] == 200
 
 
 def test_request_that_is_too_large_alone_is_dropped_and_the_others_go_on(
@@ -317,7 +317,7 @@ def test_request_that_is_too_large_alone_is_dropped_and_the_others_go_on(
             queue.submit(spans)
         queue.close(30)
     assert sorted(received.span_ids()) == [f"{n + 1:016x}" for n in range(20) if n != 7]
-    assert queue.totals()["spans dropped (too large)"] == 1
+    assert queue.totals()["spans_dropped_too_large"] == 1
     assert len(caplog.records) == 1
 
 
@@ -346,7 +346,7 @@ def test_one_request_that_cannot_be_encoded_costs_itself(caplog: pytest.LogCaptu
             queue.submit(spans)
         queue.close(30)
     assert sorted(received.span_ids()) == [f"{n + 1:016x}" for n in range(40) if n != 11]
-    assert queue.totals()["spans dropped (not encodable)"] == 1
+    assert queue.totals()["spans_dropped_not_encodable"] == 1
     assert len(caplog.records) == 1
 
 
@@ -364,8 +364,8 @@ def test_partial_success_counts_what_the_collector_rejected(
             queue.submit(SPANS)
             eventually(lambda count=count: received.calls == count)
         queue.close(10)
-    assert queue.totals()["spans dropped (rejected)"] == 6
-    assert queue.totals()["spans exported"] == 3 * len(SPANS) - 6
+    assert queue.totals()["spans_dropped_rejected"] == 6
+    assert queue.totals()["spans_exported"] == 3 * len(SPANS) - 6
     [record] = caplog.records
     assert "took a batch but for 3 spans: too old" in record.message
 
@@ -375,8 +375,8 @@ def test_collector_that_rejects_more_than_it_got_is_not_believed() -> None:
         queue = ExportQueue([otlp_http_target(f"{received.endpoint}/v1/traces")], limits=EAGER)
         queue.submit(SPANS)
         queue.close(10)
-    assert queue.totals()["spans dropped"] == len(SPANS)
-    assert queue.totals()["spans exported"] == 0
+    assert queue.totals()["spans_dropped"] == len(SPANS)
+    assert queue.totals()["spans_exported"] == 0
 
 
 @pytest.mark.parametrize("body", [b"", b"OK", b"\xff\xff\xff", b"{}"])
@@ -454,8 +454,8 @@ def test_closing_is_bounded_whatever_the_collector_does(
         queue.close(0.5)
         assert time.monotonic() - begin_s < 5, "0.5 s, and a busy machine"
     totals = queue.totals()
-    assert totals["spans dropped (not taken before exit)"] == 2_000
-    assert totals["spans exported"] == totals["spans waiting"] == 0
+    assert totals["spans_dropped_not_taken_before_exit"] == 2_000
+    assert totals["spans_exported"] == totals["spans_waiting"] == 0
     assert caplog.text.count("were not exported and are lost: ") == 1
     assert {record.name for record in caplog.records} == {"pdtrace.export_queue"}
 
@@ -467,10 +467,10 @@ def test_collector_that_comes_up_later_is_found_soon(receiver: Receiver) -> None
         target = target_of(receiver, refusing)
         queue = ExportQueue([target], limits=EAGER)
         queue.submit(SPANS)
-        eventually(lambda: queue.totals()["spans waiting"] == len(SPANS))
+        eventually(lambda: queue.totals()["spans_waiting"] == len(SPANS))
         time.sleep(0.2)  # some tries are refused first; how many does not matter
     with receiver(port=port) as received:
-        eventually(lambda: queue.totals()["spans exported"] == len(SPANS))
+        eventually(lambda: queue.totals()["spans_exported"] == len(SPANS))
         queue.close(5)
         assert len(received.spans()) == len(SPANS)
 
