@@ -292,6 +292,24 @@ def test_agent_looks_up_in_a_backlog_and_another_goes_on_anywhere_in_it(tmp_path
     assert not [spans for spans in found.values() if a.INCOMPLETE.key in spans[0].attributes]
 
 
+def test_agent_that_is_slower_than_the_writers_leaves_the_records_in_the_rings(
+    tmp_path: Path,
+) -> None:
+    record_many(tmp_path, 3_000)
+    agent = agent_of(tmp_path)
+    tracker = agent._tracker  # pyright: ignore[reportPrivateUsage]
+    wait_for(lambda: (agent.poll(enough=lambda: True), tracker.num_done > 0)[1])
+    open_then = tracker.num_open
+    while tracker.num_done:
+        records = agent.summary().records
+        agent.poll(enough=lambda: True)
+        assert agent.summary().records == records
+    assert tracker.num_open < open_then
+    agent.close()
+    drained(tmp_path)
+    assert len(written(tmp_path)) == 3_000
+
+
 def test_agent_that_is_told_to_stop_in_a_backlog_leaves_the_rest_to_the_next(
     tmp_path: Path,
 ) -> None:
