@@ -330,13 +330,13 @@ def decode_line(line: bytes | str) -> list[Span]:
     """
     try:
         document = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(document, dict) or not isinstance(document.get("resourceSpans"), list):
         raise ValueError("not OTLP: no list named resourceSpans")  # noqa: TRY004 a matter of values
     try:
         return list(_decode_document(cast("dict[str, Any]", document)))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not OTLP: {type(error).__name__}: {error}") from error
 
 

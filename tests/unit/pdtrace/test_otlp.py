@@ -237,3 +237,17 @@ def test_any_attributes_survive_and_all_encoders_agree(
     assert decode_line(encode_line(spans)) == spans
     assert encode_request(spans) == encode_spans(readable_spans(spans))
     assert official(encode_line(spans)).resource_spans == encode_request(spans).resource_spans
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000,
+        b'{"resourceSpans":[{"scopeSpans":[{"spans":[{"traceId":"aa","spanId":"bb","attributes":'
+        b'[{"key":"k","value":' + b'{"arrayValue":{"values":[' * 300 + b"]}}" * 300 + b"}]}]}]}]}",
+        b'{"resourceSpans":' + b'[{"scopeSpans":' * 2_000 + b"]" * 10,
+    ],
+)
+def test_nesting_without_end_is_no_document(line: bytes) -> None:
+    with pytest.raises(ValueError, match=r"not (JSON|OTLP)"):
+        decode_line(line)
