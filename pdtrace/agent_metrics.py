@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+import pdtrace
 from pdtrace import semconv as a
 from pdtrace.agent_summary import AgentSummary
 from pdtrace.buckets import COUNT_EDGES, DURATION_EDGES_S
@@ -73,8 +74,16 @@ _WORKER_COUNTERS = {
     Gauge.STEPS: ("pd_steps", "Forward passes of the process."),
 }
 
-_WAITING, _DROPPED = "spans_waiting", "spans_dropped"
-"""Names in `AgentSummary.export` that are no counters, or that `dropped` splits by reason."""
+_WAITING = "spans_waiting"
+_EXPORT = {
+    "spans_exported": "Spans that the exporters' collectors took.",
+    "spans_replayed": "Exported spans that had waited in the files before.",
+    "spans_unsampled": "Spans that stay in the files alone: their request was not sampled.",
+    _WAITING: "Spans that no collector has taken yet, in memory or in the files.",
+    "lines_lost": "Requests that could not be written to the files of traces.",
+    "files_deleted": "Files of traces deleted, the oldest, to stay within their number.",
+}
+"""What of `AgentSummary.export` is exposed; spans dropped are, by reason."""
 
 _STAGE, _BEGIN, _END, _REASON = a.STAGE.key, a.BEGIN_NS.key, a.END_NS.key, a.WAIT_REASON.key
 _TELLING = frozenset({"gateway.route", "transfer.copy", "decode.gap"})
@@ -125,7 +134,10 @@ class AgentMetrics:
             return made
 
         self._stage = seconds(
-            "pd_stage_duration_seconds", "Time of finished stages.", "stage", "role"
+            "pd_stage_duration_seconds",
+            "How long the stages of finished requests took.",
+            "stage",
+            "role",
         )
         self._wait = seconds(
             "pd_stage_wait_seconds",
@@ -153,7 +165,10 @@ class AgentMetrics:
             *("source", "destination"),
         )
         self._step = seconds(
-            "pd_step_duration_seconds", "Forward passes, all of them.", "kind", "instance"
+            "pd_step_duration_seconds",
+            "How long forward passes took, all of them.",
+            "kind",
+            "instance",
         )
         self._batch = Histogram(
             "pd_step_batch_size",
@@ -164,7 +179,7 @@ class AgentMetrics:
         )
         self._histograms.append(self._batch)
         self._requests = counter(
-            "pd_requests",
+            "pd_finished_requests",
             "Requests that ended: outcome, its reason, and the stage they were in.",
             *("outcome", "reason", "stage"),
         )
@@ -194,6 +209,7 @@ class AgentMetrics:
             self._gap.of((cause.value,))
         for stage in _CHAIN_STAGES:
             self._stalls.add((stage,), 0)
+            self._stuck.add((stage, UNKNOWN), 0)
 
     # -- observing ---------------------------------------------------------------------------
 
@@ -340,13 +356,17 @@ class AgentMetrics:
         yield from _agent(numbers, self.errors.count)
 
     def _expect(self, look: Look) -> None:
-        """Series of the stages that the processes present will record, before they do."""
+        """Series of the stages that the processes present will record or be stuck in, before they
+        do."""
         roles = {Role(process.role) for process in look.processes} - self._roles_seen
         self._roles_seen |= roles
         for stage in STAGES:
             for role in stage.roles & roles:
                 self._stage.of((stage.name, role.value))
         for process in look.processes:
+            for stage in STAGES:
+                if stage.name in _CHAIN_STAGES and Role(process.role) in stage.roles:
+                    self._stuck.add((stage.name, process.instance), 0)
             if Role(process.role) in {Role.PREFILL, Role.WORKER}:
                 self._step.of((StepKind.PREFILL.value, process.instance))
             if Role(process.role) in {Role.DECODE, Role.WORKER}:
@@ -430,7 +450,9 @@ def _open_requests(look: Look) -> Iterator[Metric]:
             pair = (stage, request.worker)
             by_worker[pair] = by_worker.get(pair, 0.0) + 1
             oldest_by_worker[pair] = max(oldest_by_worker.get(pair, 0.0), request.stage_age_s)
-    yield _gauge("pd_open_requests", "Requests in flight.", ("stage",), number)
+    yield _gauge(
+        "pd_open_requests", "Requests in flight, by the stage that they are in.", ("stage",), number
+    )
     yield _gauge(
         "pd_open_request_oldest_age_seconds",
         "How long the request that is longest in a stage has been in it.",
@@ -484,7 +506,9 @@ def _processes(look: Look) -> Iterator[Metric]:
         ppm = values.get(Gauge.RECORDING_SHARE_PPM.name.lower())
         if ppm is not None:
             share[key] = ppm / 1e6
-    yield _gauge("pd_kv_pages", "KV pages by state.", (*labels, "state"), pages)
+    yield _gauge(
+        "pd_kv_pages", "KV pages of a worker's pool by their state.", (*labels, "state"), pages
+    )
     for gauge, (name, doc) in _WORKER_GAUGES.items():
         yield _gauge(name, doc, labels, gauges[gauge])
     for gauge, (name, doc) in _WORKER_COUNTERS.items():
@@ -493,7 +517,7 @@ def _processes(look: Look) -> Iterator[Metric]:
         "pd_recording_share_ratio", "Part of one core that recording takes.", labels, share
     )
     yield _gauge(
-        "pd_process_last_progress_age_seconds",
+        "pd_process_progress_age_seconds",
         "Time since the loop of a process last went round, read from its ring.",
         labels,
         progress,
@@ -512,30 +536,38 @@ def _agent(numbers: AgentNumbers, metric_errors: int) -> Iterator[Metric]:
     def gauge(name: str, doc: str, value: float) -> Metric:
         return _gauge(f"pd_agent_{name}", doc, (), {(): value})
 
-    yield count("requests", "Finished requests.", summary.requests)
+    yield _gauge(
+        "pd_build_info",
+        "1; the version of pdtrace is a label.",
+        ("version",),
+        {(pdtrace.__version__,): 1},
+    )
+    yield count("requests", "Requests that finished, with an outcome or lost.", summary.requests)
     yield count(
         "incomplete_requests",
         "Finished requests of whose marks something is known to be missing.",
         summary.incomplete,
     )
-    yield count("evicted_requests", "Requests given up: too many were open.", summary.evicted)
-    yield count("spans_recorded", "Spans built of marks.", summary.spans)
+    yield count(
+        "evicted_requests",
+        "Requests given up because too many were in flight at a time.",
+        summary.evicted,
+    )
+    yield count("spans_recorded", "Spans built from the marks of requests.", summary.spans)
     yield count("step_spans", "Forward passes that became spans.", summary.steps)
     yield count(
         "step_spans_left_out",
         "Slow or sampled forward passes beyond the limit of spans per second.",
         summary.steps_left_out,
     )
-    for name, value in summary.export.items():
-        if name == _WAITING:
-            yield gauge(_slug(name), "Spans that wait to be exported.", value)
-        elif not name.startswith(_DROPPED):
-            yield count(_slug(name), f"{name[:1].upper()}{name[1:]}.", value)
+    for name, doc in _EXPORT.items():
+        if name in summary.export:
+            yield (gauge if name == _WAITING else count)(name, doc, summary.export[name])
     yield _counter(
         "pd_agent_spans_dropped",
         "Spans that no exporter will send, by reason.",
         ("reason",),
-        {(_slug(reason),): float(value) for reason, value in numbers.dropped.items()},
+        {(reason.replace(" ", "_"),): float(value) for reason, value in numbers.dropped.items()},
     )
     yield _counter(
         "pd_agent_records",
@@ -564,11 +596,14 @@ def _agent(numbers: AgentNumbers, metric_errors: int) -> Iterator[Metric]:
     yield gauge(
         "last_poll_age_seconds", "Time since the agent's loop last went round.", numbers.poll_age_s
     )
-    yield count("rings_deleted", "Finished rings deleted.", summary.rings_deleted)
-    yield count("errors", "Faults of the agent, and unreadable rings.", summary.errors)
+    yield count(
+        "rings_deleted",
+        "Rings of ended processes deleted, their requests delivered.",
+        summary.rings_deleted,
+    )
+    yield count(
+        "errors",
+        "Faults of the agent that cost spans or a verdict, and rings that it could not read.",
+        summary.errors,
+    )
     yield count("metrics_errors", "Measurements that were wrong or left out.", metric_errors)
-
-
-def _slug(name: str) -> str:
-    """`spans exported` as part of a name, or as a label value."""
-    return name.strip().replace(" ", "_").lower()

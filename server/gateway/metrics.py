@@ -11,9 +11,16 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+)
 from prometheus_client.exposition import choose_encoder
 
+import pdtrace
 from pdtrace.buckets import duration_edges_from
 from pdtrace.stages import Outcome
 from server.gateway.openai_api import Operation
@@ -40,6 +47,7 @@ class GatewayMetrics:
         waiting: Callable[[], int],
         members: Callable[[], Iterable[MemberReport]],
     ) -> None:
+        disable_created_metrics()  # twice as many series, which nobody asks for
         self.registry = CollectorRegistry(auto_describe=True)
         self._model = model
         self._members = members
@@ -97,17 +105,23 @@ class GatewayMetrics:
             "pd_requests_in_flight", "Requests admitted and not over.", registry=self.registry
         ).set_function(in_flight)
         Gauge(
-            "pd_gateway_queue_depth", "Requests waiting for a place.", registry=self.registry
+            "pd_gateway_queue_depth", "Requests that wait to be admitted.", registry=self.registry
         ).set_function(waiting)
+        Gauge(
+            "pd_gateway_build_info",
+            "1; the version of the server is a label.",
+            ["version"],
+            registry=self.registry,
+        ).labels(pdtrace.__version__).set(1)
         self._up = Gauge(
             "pd_process_ready",
-            "1 when the process can take part in a generation.",
+            "1 when a process can take part in a generation.",
             ("role", "instance"),
             registry=self.registry,
         )
         self._progress = Gauge(
             "pd_process_last_progress_age_seconds",
-            "Time since its loop last went round, 0 while idle.",
+            "Time since a process's loop last went round, as its heartbeats tell; 0 while idle.",
             ("role", "instance"),
             registry=self.registry,
         )

@@ -22,7 +22,8 @@ EXPORT = (
 )
 
 
-def exposed() -> set[str]:
+def exposition(accept: str) -> str:
+    """What an agent with every metric answers."""
     process = ProcessNow(
         role="decode",
         instance="decode-0",
@@ -34,8 +35,12 @@ def exposed() -> set[str]:
     )
     look = Look(at_ns=1, processes=(process,))
     numbers = AgentNumbers(summary=AgentSummary(export=dict.fromkeys(EXPORT, 1)))
-    body, _ = Exposition(AgentMetrics(), lambda: look, lambda: numbers).render("text/plain")
-    return set(re.findall(r"^# TYPE (\S+)", body.decode(), re.MULTILINE))
+    body, _ = Exposition(AgentMetrics(), lambda: look, lambda: numbers).render(accept)
+    return body.decode()
+
+
+def exposed() -> set[str]:
+    return set(re.findall(r"^# TYPE (\S+)", exposition("text/plain"), re.MULTILINE))
 
 
 def test_page_names_every_metric_and_no_other() -> None:

@@ -218,10 +218,10 @@ def test_stuck_request_is_reported_once_in_log_metrics_and_span(server: RunningS
 
 
 def test_finished_requests_are_in_the_metrics(server: RunningServer) -> None:
-    done = metric(server, "pd_requests_total", outcome="completed")
+    done = metric(server, "pd_finished_requests_total", outcome="completed")
     answer = ask(server, Ask(prompt="one more", max_tokens=4, stream=True, request_id="counted"))
     assert answer.status == 200
-    eventually(lambda: metric(server, "pd_requests_total", outcome="completed") == done + 1)
+    eventually(lambda: metric(server, "pd_finished_requests_total", outcome="completed") == done + 1)
     counted = metric(server, "pd_stage_duration_seconds_count", stage="prefill.compute")
     assert counted >= done
     accept = {"Accept": "application/openmetrics-text; version=1.0.0"}

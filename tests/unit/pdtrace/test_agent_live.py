@@ -441,7 +441,7 @@ def test_everything_moves_while_the_recording_process_is_stopped_and_exports_han
 
                 def ages() -> tuple[float, float]:
                     oldest = "pd_open_request_oldest_age_seconds"
-                    progress = "pd_process_last_progress_age_seconds"
+                    progress = "pd_process_progress_age_seconds"
                     return (
                         metric(url, oldest, stage="decode.reserve"),
                         metric(url, progress, role="decode", instance="decode-0"),

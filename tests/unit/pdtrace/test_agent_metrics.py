@@ -19,7 +19,7 @@ from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState
 from pdtrace.losses import Losses, RingLosses
 from pdtrace.ring.records import StepRecord
 from pdtrace.spans import Span
-from pdtrace.stages import CHAINS, Mode, StepKind
+from pdtrace.stages import CHAINS, Mode, Role, StepKind
 from pdtrace.tallies import MAX_SERIES, MAX_VALUES, OTHER, Counts, Errors, Histogram
 from tests.support.copies import replace
 from tests.support.marked_requests import (
@@ -87,7 +87,9 @@ def test_finished_request_is_measured_stage_by_stage() -> None:
         assert sum(counted) == 1, stage.name
     assert value(samples, "pd_request_duration_seconds_sum", outcome="completed") == 0.02
     assert value(samples, "pd_time_to_first_token_seconds_sum", streamed="true") == 0.0076
-    assert value(samples, "pd_requests_total", outcome="completed", reason="", stage="") == 1
+    assert (
+        value(samples, "pd_finished_requests_total", outcome="completed", reason="", stage="") == 1
+    )
     pair = {"prefill": "prefill-0", "decode": "decode-0"}
     assert value(samples, "pd_requests_by_pair_total", **pair, outcome="completed") == 1
     path = {"source": "prefill-0", "destination": "decode-0"}
@@ -125,7 +127,7 @@ def test_failed_request_counts_by_outcome_reason_and_stage() -> None:
     ]
     samples = scraped(metrics_of(request_of(moments)))
     labels = {"outcome": "timed_out", "reason": "kv_timeout", "stage": "decode.reserve"}
-    assert value(samples, "pd_requests_total", **labels) == 1
+    assert value(samples, "pd_finished_requests_total", **labels) == 1
     assert value(samples, "pd_request_duration_seconds_count", outcome="timed_out") == 1
 
 
@@ -194,7 +196,9 @@ def test_exemplars_lead_to_the_span_and_only_where_a_trace_is_kept() -> None:
 def test_text_format_is_given_to_those_who_ask_for_nothing_else() -> None:
     metrics = metrics_of(request_of(pd_moments()))
     samples = scraped(metrics, accept="text/plain")
-    assert value(samples, "pd_requests_total", outcome="completed", reason="", stage="") == 1
+    assert (
+        value(samples, "pd_finished_requests_total", outcome="completed", reason="", stage="") == 1
+    )
 
 
 def in_flight(stage: str | None, age_s: float, *, worker: str | None = None) -> InFlight:
@@ -279,7 +283,7 @@ def test_gauges_of_the_rings_are_shown_by_role_and_instance() -> None:
     assert value(samples, "pd_steps_total", **decode) == 900
     assert value(samples, "pd_recording_detail", **decode) == 2
     assert value(samples, "pd_recording_share_ratio", **decode) == 0.015
-    assert value(samples, "pd_process_last_progress_age_seconds", **decode) == 7.5
+    assert value(samples, "pd_process_progress_age_seconds", **decode) == 7.5
     assert value(samples, "pd_process_state", **decode, state="stalled") == 1
     assert value(samples, "pd_process_state", **decode, state="alive") == 0
     transfer = {"role": "transfer", "instance": "transfer-0"}
@@ -372,7 +376,9 @@ def test_fault_in_a_measurement_is_counted_said_once_and_raises_nothing(
     assert caplog.text.count("a metric could not be recorded") == 1
     metrics.request(request, assemble(request))
     samples = scraped(metrics)
-    assert value(samples, "pd_requests_total", outcome="completed", reason="", stage="") == 1
+    assert (
+        value(samples, "pd_finished_requests_total", outcome="completed", reason="", stage="") == 1
+    )
     assert value(samples, "pd_agent_metrics_errors_total") == 2
 
 
@@ -404,3 +410,31 @@ def test_label_values_are_bounded_and_the_rest_is_other() -> None:
     samples = [s for s in many.family().samples if s.name == "c_total"]
     assert len(samples) <= MAX_SERIES + 1
     assert sum(s.value for s in samples) == MAX_SERIES * 3
+
+
+def test_stages_that_nothing_was_stuck_in_are_there_with_zero() -> None:
+    """A series that appears with its first event hides that event from rate()."""
+    process = ProcessNow(
+        role="decode",
+        instance="decode-7",
+        pid=1,
+        host_id="h",
+        state=ProcessState.ALIVE,
+        progress_age_s=1.0,
+    )
+    metrics = AgentMetrics()
+    metrics.stuck("decode.reserve", "decode-7")
+    samples = scraped(metrics, Look(at_ns=1, processes=(process,)))
+    stuck = {
+        (s.labels["stage"], s.labels["instance"]): s.value
+        for s in samples
+        if s.name == "pd_stuck_total"
+    }
+    chains = {stage for mode in Mode for stage in CHAINS[mode]}
+    assert {stage for stage, instance in stuck if instance == "unknown"} == {
+        stage.name for stage in chains
+    }
+    assert {stage for stage, instance in stuck if instance == "decode-7"} == {
+        stage.name for stage in chains if Role.DECODE in stage.roles
+    }
+    assert {key for key, value in stuck.items() if value} == {("decode.reserve", "decode-7")}
