@@ -25,11 +25,13 @@ class Said(NamedTuple):
     at_ns: int
 
 
-def is_due(said: Said | None, now: Said, position: int | None) -> bool:
-    """Whether to tell the trace of `now`: a new reason at once; further back in the queue the same
-    one every AGAIN_NS, or as many milliseconds as there are requests ahead."""
+def is_due(
+    said: Said | None, stage: str, reason: WaitReason, position: int | None, at_ns: int
+) -> bool:
+    """Whether to tell the trace: a new reason at once; further back in the queue the same one every
+    AGAIN_NS, or as many milliseconds as there are requests ahead."""
     if said is None or position is None or position < EXACT_POSITIONS:
         return True
-    if said.reason is not now.reason or said.stage != now.stage:
+    if said.reason is not reason or said.stage != stage:
         return True
-    return now.at_ns - said.at_ns >= max(AGAIN_NS, position * NS_PER_MS)
+    return at_ns - said.at_ns >= max(AGAIN_NS, position * NS_PER_MS)

@@ -310,14 +310,16 @@ class Scheduler(ABC, Generic[LegT]):
 
     def record_waits(self, waits: Sequence[Wait], now_ns: int) -> None:
         """Say in the trace why each of these legs was left out of a plan that has been applied."""
+        if not self._recorder.enabled:
+            return
         for wait in waits:
             leg = self.legs.get(wait.handoff_id)
             if leg is None:
                 continue
-            saying = Said(leg.stage, wait.reason, now_ns)
-            if not is_due(leg.said, saying, wait.position):
+            stage = leg.stage
+            if not is_due(leg.said, stage, wait.reason, wait.position, now_ns):
                 continue
-            leg.said = saying
+            leg.said = Said(stage, wait.reason, now_ns)
             blockers = wait.blockers
             if wait.reason is WaitReason.KV_PAGES:
                 blockers = self.page_holders(now_ns)

@@ -226,10 +226,9 @@ class TransferWorker:
         for wait in plan.waits:
             handoff = self.jobs.get(wait.handoff_id)
             assert handoff is not None
-            saying = Said(_QUEUE_STAGE, wait.reason, now_ns)
-            if not is_due(handoff.said, saying, wait.position):
+            if not is_due(handoff.said, _QUEUE_STAGE, wait.reason, wait.position, now_ns):
                 continue
-            handoff.said = saying
+            handoff.said = Said(_QUEUE_STAGE, wait.reason, now_ns)
             if wait.reason is WaitReason.INJECTED:
                 handoff.trace.wait(_QUEUE_STAGE, wait.reason, at_ns=now_ns)
             else:

@@ -10,26 +10,33 @@ from server.said import AGAIN_NS, EXACT_POSITIONS, NS_PER_MS, Said, is_due
 BEFORE = Said("prefill.queue", WaitReason.TOKEN_BUDGET, 0)
 
 
-def later(ns: int, *, stage: str = BEFORE.stage, reason: WaitReason = BEFORE.reason) -> Said:
-    return Said(stage, reason, ns)
+def due(
+    position: int | None,
+    at_ns: int,
+    *,
+    said: Said | None = BEFORE,
+    stage: str = BEFORE.stage,
+    reason: WaitReason = BEFORE.reason,
+) -> bool:
+    return is_due(said, stage, reason, position, at_ns)
 
 
 def test_first_wait_and_another_reason_are_said_at_once() -> None:
-    assert is_due(None, later(0), 1000)
-    assert is_due(BEFORE, later(1, reason=WaitReason.KV_PAGES), 1000)
-    assert is_due(BEFORE, later(1, stage="decode.reserve"), 1000)
+    assert due(1000, 0, said=None)
+    assert due(1000, 1, reason=WaitReason.KV_PAGES)
+    assert due(1000, 1, stage="decode.reserve")
 
 
 @pytest.mark.parametrize("position", [None, 0, EXACT_POSITIONS - 1])
 def test_head_of_a_queue_and_what_is_in_no_queue_are_followed_exactly(
     position: int | None,
 ) -> None:
-    assert is_due(BEFORE, later(1), position)
+    assert due(position, 1)
 
 
 @pytest.mark.parametrize(
     ("position", "every_ns"), [(EXACT_POSITIONS, AGAIN_NS), (100, AGAIN_NS), (250, 250 * NS_PER_MS)]
 )
 def test_further_back_the_same_reason_is_said_now_and_then(position: int, every_ns: int) -> None:
-    assert not is_due(BEFORE, later(every_ns - 1), position)
-    assert is_due(BEFORE, later(every_ns), position)
+    assert not due(position, every_ns - 1)
+    assert due(position, every_ns)
