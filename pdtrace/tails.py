@@ -257,7 +257,7 @@ class RingTails:
     def _begin_round(
         self, now_ns: int, sink_position: SinkPosition, enough: Callable[[], bool]
     ) -> _Round:
-        """One read of each gateway; the other rings are left to be read to their end."""
+        """Reads the gateways; the other rings are left to be read to their end."""
         self._find()
         round = _Round()
         drained: dict[str, bool] = {}
@@ -270,7 +270,7 @@ class RingTails:
             round.gone[name] = gone = self._gone(name)
             if name in self._tails:
                 drained[name] = self._drain(
-                    name, now_ns, sink_position, max_reads=1, final=gone is not None
+                    name, now_ns, sink_position, final=gone is not None, enough=enough
                 )
         self._passed_over = set(gateways) - set(drained)
         self._find()
@@ -489,13 +489,12 @@ class RingTails:
         now_ns: int,
         sink_position: SinkPosition,
         *,
-        max_reads: int = _MAX_READS,
         final: bool = False,
         enough: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Feeds what a ring holds; whether it was read to its end."""
         tail = self._tails[name]
-        for _ in range(max_reads):
+        for _ in range(_MAX_READS):
             position = tail.reader.position()
             try:
                 records = tail.reader.read(limit=_READ_RECORDS, final=final, losses=True)
