@@ -200,8 +200,7 @@ class Agent:
         if out is not None:
             self._state_path = Path(out) / STATE_NAME
             self._restore(self._state_path)
-            for spans in recent_requests(Path(out) / TRACES_NAME):
-                self._times.add(spans)
+            self._learn_from(Path(out) / TRACES_NAME)
         self._tails = RingTails(
             rings,
             self._tracker,
@@ -484,6 +483,16 @@ class Agent:
             return spans
         judged = msgspec.structs.replace(root, attributes={**root.attributes, **verdict})
         return [judged, *spans[1:]]
+
+    def _learn_from(self, traces: Path) -> None:
+        """What is usual, for this agent's verdicts too, from what a former one wrote."""
+        try:
+            for spans in recent_requests(traces):
+                self._times.add(spans)
+                if self._judge is not None:
+                    self._judge(spans)  # it learns from what it judges
+        except Exception as error:  # spans of other programs or versions: a help, not a promise
+            _log.warning("usual times are learnt anew: %s in %s", error, traces)
 
     def _fault(self, doing: str, request: CollectedRequest, error: Exception) -> None:
         self._summary.errors += 1

@@ -11,29 +11,47 @@ from pdtrace.placement import is_root
 from pdtrace.spans import Span
 
 MAX_BASELINE_BYTES = 4 * 1024 * 1024
-"""How much of the newest file is read."""
+"""How much of the newest files is read."""
+MAX_BASELINE_REQUESTS = 512
+"""No usual time counts more."""
 
 
 def recent_requests(traces: Path) -> Iterable[Sequence[Span]]:
-    """Spans of the requests written last, one request at a time; what cannot be read is left out:
-    usual times are a help, not a promise."""
+    """Spans of the requests written last, the earliest of them first, each root first; what cannot
+    be read is left out: usual times are a help, not a promise."""
+    found: list[list[Span]] = []
+    for line in reversed(_last_lines(traces)):
+        if len(found) >= MAX_BASELINE_REQUESTS:
+            break
+        try:
+            spans = decode_line(line)
+        except ValueError:
+            continue
+        if any(is_root(span) for span in spans):
+            found.append(sorted(spans, key=lambda span: not is_root(span)))
+    return reversed(found)
+
+
+def _last_lines(traces: Path) -> list[bytes]:
+    """Whole lines at the end of the newest files, in their order."""
     try:
         files = sorted(
             path for path in traces.iterdir() if path.is_file() and not path.name.startswith(".")
         )
-        newest = files[-1] if files else None
-        if newest is None:
-            return
-        with newest.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - MAX_BASELINE_BYTES))
-            lines = file.read(MAX_BASELINE_BYTES).split(b"\n")
     except OSError:
-        return
-    for line in lines[1:] if size > MAX_BASELINE_BYTES else lines:
+        return []
+    lines: list[bytes] = []
+    left = MAX_BASELINE_BYTES
+    for path in reversed(files):
+        if left <= 0:
+            break
         try:
-            spans = decode_line(line) if line else []
-        except ValueError:
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - left))
+                found = file.read(left).split(b"\n")
+        except OSError:
             continue
-        if spans:
-            yield sorted(spans, key=lambda span: not is_root(span))
+        lines[:0] = [line for line in (found[1:] if size > left else found) if line]
+        left -= size
+    return lines
