@@ -427,13 +427,11 @@ def _handled(runs: Sequence[RunHealth]) -> Rule:
         for waiting in () if run.has_agent else run.waiting:
             broken += waiting.spans
             found.append(
-                f"{run.run}: {_waits(waiting)}, and no agent is there: one with --out {run.run} "
-                "sends them"
+                f"{run.run}: {_waits(waiting)}; no agent is there: `pdtrace agent --rings "
+                f"{run.run}/rings --out {run.run}` sends them"
             )
     checked = sum(run.losses.requests for run in runs)
-    title = (
-        "what was read was written, and exported or an agent still tries (counts requests, spans)"
-    )
+    title = "what was read was written, and exported or on its way (counts requests, spans)"
     return _rule("delivered", title, checked, found, broken=broken)
 
 
