@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from pdtrace import semconv as a
+from pdtrace.attributes import text as attribute_text
 from pdtrace.baselines import (
     NESTED_LEAVES,
     Baselines,
@@ -55,6 +56,7 @@ _MIRRORS = {"decode.reserve": "prefill.bootstrap"}
 
 
 _WORKER_LOST = "worker_lost"
+_EXITED = "process_exited"
 _NONE_NS = 1_000  # a usual time below is none
 
 
@@ -134,7 +136,8 @@ class Verdict:
     counterfactual_ns  length of the request had the stage taken its usual time, or None
     stall              the assessment that passes the rule, also for a request that did not
                        complete; None if none does
-    cause              clause that says what was waited for, with its numbers, or None
+    cause              clause that says what was waited for, with its numbers, or which process was
+                       lost with the stage that the request ended in; or None
     wait               the wait behind `cause`
     notes              sentences on what weakens the verdict
     sentence           the verdict for people, one or two sentences
@@ -188,6 +191,7 @@ def judge(
     chosen = _chosen(timeline, kind, assessments, stall)
     wait = _wait(timeline, chosen.leaf) if chosen else None
     cause = _cause(timeline, chosen.leaf, wait) if chosen and wait else None
+    loss = _loss(timeline) if kind is VerdictKind.ENDED else None
     detail = _detail(timeline, chosen.leaf) if chosen else None
     peers = chosen.usual.peers if chosen and chosen.usual else 0
     beyond = bool(chosen and chosen.usual and chosen.usual.beyond)
@@ -215,14 +219,16 @@ def judge(
         share=share,
         counterfactual_ns=counterfactual,
         stall=stall,
-        cause=cause,
+        cause=loss.clause if loss else cause,
         wait=wait,
         advice=STAGE_BY_NAME[chosen.leaf.name].advice if chosen else None,
         confidence=_confidence(timeline, kind, peers, policy, beyond=beyond),
         peers=peers,
         notes=tuple(notes),
         assessments=assessments,
-        sentence=_sentence(timeline, kind, chosen=chosen, stall=stall, detail=detail, cause=cause)
+        sentence=_sentence(
+            timeline, kind, chosen=chosen, stall=stall, detail=detail, cause=cause, loss=loss
+        )
         + _further(kind, assessments, stall),
     )
 
@@ -416,6 +422,7 @@ def _sentence(
     stall: Assessment | None,
     detail: str | None,
     cause: str | None,
+    loss: _Loss | None,
 ) -> str:
     name = timeline.request_id or timeline.trace_id
     total = seconds_text(timeline.total_ns)
@@ -429,12 +436,16 @@ def _sentence(
     because = f" {cause[0].upper()}{cause[1:]}." if cause else ""
     match kind:
         case VerdictKind.ENDED:
-            sentence = f"{name} {_ending(timeline)}"
+            sentence = f"{name} {_ending(timeline, by=loss is None)}"
             if timeline.outcome_stage in {stage, chosen.leaf.outer}:
-                where = f"{stage}{_lost_on(timeline, chosen.leaf)}"
-                sentence += f" in {where}: {took} in that stage, {total} in all.{because}"
+                where = stage if loss else f"{stage}{_lost_on(timeline, chosen.leaf)}"
+                because_of = f"{loss.sentence}; " if loss else ""
+                sentence += (
+                    f" in {where}: {because_of}{took} in that stage, {total} in all.{because}"
+                )
             else:
-                sentence += f" after {total}; {stage} took {took}.{because}"
+                because_of = f": {loss.sentence}" if loss else ""
+                sentence += f" after {total}{because_of}; {stage} took {took}.{because}"
             if stall is not None and stall.leaf.name != stage:
                 sentence += f" Before that, {stall.leaf.name} took {_excess(stall)}."
             return sentence
@@ -511,6 +522,41 @@ def _excess(assessment: Assessment) -> str:
     return f"{took} instead of the usual {usual}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """The process whose end a request's end goes back to."""
+
+    instance: str
+    in_order: bool
+
+    @property
+    def clause(self) -> str:
+        return f"{self.instance} {'had ended' if self.in_order else 'was lost'}"
+
+    @property
+    def sentence(self) -> str:
+        how = "" if self.in_order else " with it (killed, or ended without a word)"
+        return self.clause + how
+
+
+def _loss(timeline: Timeline) -> _Loss | None:
+    """The process that took a stage of the last attempt with it, that of the stage in which the
+    request ended first. None if none did, or if the outcome itself names it."""
+    if timeline.outcome is Outcome.LOST:
+        return None
+    found = [
+        visit
+        for visit in timeline.visits
+        if visit.outcome is Outcome.LOST and visit.attempt == timeline.attempts
+    ]
+    found.sort(key=lambda visit: visit.name != timeline.outcome_stage)
+    for visit in found:
+        if instance := attribute_text(visit.attributes, a.OUTCOME_BY) or visit.instance:
+            reason = attribute_text(visit.attributes, a.OUTCOME_REASON)
+            return _Loss(instance, in_order=reason == _EXITED)
+    return None
+
+
 def _lost_on(timeline: Timeline, leaf: Leaf) -> str:
     """` on prefill-0`, of a request whose worker vanished, where the sentence does not name it."""
     visits = timeline.visits_of(leaf.name)
@@ -520,8 +566,8 @@ def _lost_on(timeline: Timeline, leaf: Leaf) -> str:
     return f" on {instance}"
 
 
-def _ending(timeline: Timeline) -> str:
-    """`timed out (deadline)`, `was cancelled by client`."""
+def _ending(timeline: Timeline, *, by: bool = True) -> str:
+    """`timed out (deadline)`, `was cancelled by client`; `by`: with who ended it."""
     match timeline.outcome:
         case Outcome.TIMED_OUT:
             phrase = "timed out"
@@ -533,7 +579,7 @@ def _ending(timeline: Timeline) -> str:
             phrase = f"was {outcome.value}"
         case Outcome.COMPLETED | None:
             phrase = "ended"
-    if timeline.outcome_by and timeline.outcome is not Outcome.REJECTED:
+    if by and timeline.outcome_by and timeline.outcome is not Outcome.REJECTED:
         joint = "with" if timeline.outcome is Outcome.LOST else "by"
         phrase += f" {joint} {timeline.outcome_by}"
     if timeline.outcome_reason:

@@ -268,6 +268,49 @@ def test_worker_that_vanished_is_named_and_its_wait_ends_with_the_request() -> N
     assert wait.at_ns + wait.for_ns <= timeline.total_ns
 
 
+@pytest.mark.parametrize(
+    ("reason", "clause", "told"),
+    [
+        (
+            "process_lost",
+            "decode-0 was lost",
+            "decode-0 was lost with it (killed, or ended without a word); ",
+        ),
+        ("process_exited", "decode-0 had ended", "decode-0 had ended; "),
+    ],
+)
+@pytest.mark.parametrize("ended_in", ["decode.generate", None])
+def test_process_that_took_a_stage_with_it_is_named_first(
+    reason: str, clause: str, told: str, ended_in: str | None
+) -> None:
+    """The gateway only saw that no answer came; the stage knows what became of its process."""
+    trace = Story(
+        request_id="kill-1",
+        outcome=Outcome.FAILED,
+        reason="worker_lost",
+        by="gateway",
+        ends_in="decode.generate",
+    ).trace()
+    gone = {a.OUTCOME.key: "lost", a.OUTCOME_BY.key: "decode-0", a.OUTCOME_REASON.key: reason}
+    spans = [
+        replace(span, attributes={**span.attributes, **gone})
+        if span.attributes.get(a.STAGE.key) == "decode.generate"
+        else replace(span, attributes={**span.attributes, a.OUTCOME_STAGE.key: ended_in or "x"})
+        if span.parent_id is None
+        else span
+        for span in trace.spans
+    ]
+    [verdict] = judge_all([build_timeline(replace(trace, spans=spans))])
+    assert verdict.cause == clause
+    if ended_in:
+        beginning = f"kill-1 failed (worker_lost) in decode.generate: {told}"
+        assert verdict.sentence.startswith(beginning)
+        assert " in that stage, " in verdict.sentence
+    else:
+        assert verdict.sentence.startswith("kill-1 failed (worker_lost) after ")
+        assert f": {told}decode.generate took " in verdict.sentence
+
+
 def test_unfinished_request_also_tells_what_held_it_up_before() -> None:
     ended = Story(request_id="ended", outcome=Outcome.TIMED_OUT, ends_in="decode.queue")
     verdict = judged([*healthy(), ended.stalled("transfer", 4.0)])[-1][1]
