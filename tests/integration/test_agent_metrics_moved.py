@@ -94,7 +94,7 @@ def test_every_metric_of_a_finished_request_moves_by_the_number_of_requests(
         assert total(after, name) > total(before, name), name
     # What the gateway counts and what the agent makes of the marks is the same.
     gateway = scraped(fake_pd_server.url)
-    name = "pd_finished_requests_total"
+    name = "pd_requests_total"
     completed = {"outcome": "completed"}
     assert total(gateway, name, **completed) - total(gateway_before, name, **completed) == COUNT
     assert total(after, "pd_agent_errors_total") == 0
