@@ -139,6 +139,9 @@ class _Assembly:
         stages.sort(key=_begin_ns)
         gateway = self.evidence.gateway
         if gateway is None:
+            # There is no root to say so.
+            if stages and (missing := "; ".join(self._lost_records())):
+                stages[0].attributes[a.INCOMPLETE.key] = missing
             return [draft.span(self.request) for draft in stages]
         begun = [attempt for attempt in self.evidence.attempts.values() if attempt.has_begun]
         attempts = [self._attempt_draft(attempt, gateway) for attempt in begun]
@@ -548,18 +551,21 @@ class _Assembly:
             attributes[a.INCOMPLETE.key] = missing
         return draft
 
+    def _lost_records(self) -> Iterable[str]:
+        for leg in self.request.legs:
+            if leg.records_missed:
+                yield f"{leg.process.instance} lost {leg.records_missed} records"
+            if self.evidence.end.is_open and leg.lost_at_ns is not None:
+                yield f"{leg.process.instance}: {leg.lost_reason}"
+        if self.request.gave_up:
+            yield self.request.gave_up
+
     def _missing(self) -> Iterable[str]:
         is_open = self.evidence.end.is_open
         for mark in (Mark.RECEIVED, *(() if is_open else (Mark.COMPLETED,))):
             if mark not in self.evidence.first:
                 yield f"no {mark.name.lower()} mark"
-        for leg in self.request.legs:
-            if leg.records_missed:
-                yield f"{leg.process.instance} lost {leg.records_missed} records"
-            if is_open and leg.lost_at_ns is not None:
-                yield f"{leg.process.instance}: {leg.lost_reason}"
-        if self.request.gave_up:
-            yield self.request.gave_up
+        yield from self._lost_records()
         if self.evidence.end.outcome == Outcome.COMPLETED:
             roles = {leg.process.role for leg in self.evidence.legs}
             drafted = {name for by_name in self.drafts.values() for name in by_name}

@@ -323,7 +323,9 @@ class Evidence:
             return End(t_ns=at_ns, outcome="", reason=None, by=None, leg=leg, is_open=True)
         if aborted:
             return ending_of(aborted[-1])
-        reason = self.request.gave_up or "no_end_recorded"
+        # Without the gateway's records, what is given up is not how it ended.
+        gave_up = self.request.gave_up if self.gateway is not None else None
+        reason = gave_up or "no_end_recorded"
         return End(t_ns=last_ns, outcome=Outcome.LOST.value, reason=reason, by=None, leg=leg)
 
     def _end_generation_with_the_answer(self) -> int:

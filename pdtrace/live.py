@@ -38,6 +38,7 @@ from pdtrace.ring import (
     WriterState,
     scan_rings,
 )
+from pdtrace.ring.records import LossRecord
 from pdtrace.sources import TRACES_FOLDER, resolve_run, rings_folder, shown_run
 from pdtrace.stages import Gauge, Role
 from pdtrace.stuck import RollingStageTimes, StuckPolicy
@@ -276,8 +277,9 @@ class RingLooks:
             ring.state = ring.reader.writer_state()
             gone = ring.state is not WriterState.ALIVE
             for _ in range(max_reads):
-                records = ring.reader.read(final=gone)
-                self._note_losses(name, ring, records)
+                records = self._without_former_losses(
+                    ring, ring.reader.read(final=gone, losses=True)
+                )
                 self._tracker.feed(name, records, now_ns)
                 for record in records:
                     if isinstance(record, OpenRecord):
@@ -287,24 +289,31 @@ class RingLooks:
                 # While it is being written there may always be more: a little is the end.
                 ring.caught_up = len(records) < (1 if gone else _FEW)
                 if ring.caught_up:
+                    self._tracker.read_to_end(name, now_ns)
                     break
             ring.gauges = ring.reader.gauges()
         except (OSError, RingError) as error:
             self._unreadable[name] = _reason(error)
             self._leave(name, "ring_damaged")
 
-    def _note_losses(self, name: str, ring: _Ring, records: Sequence[Record]) -> None:
+    def _without_former_losses(self, ring: _Ring, records: list[Record]) -> list[Record]:
+        """What was read, with its losses counted. What was overwritten before anybody looked is no
+        loss but for what was in flight already then."""
         assert ring.reader is not None
-        missed, torn = ring.reader.missed - ring.missed, ring.reader.torn - ring.torn
+        missed = ring.reader.missed - ring.missed
         ring.missed, ring.torn = ring.reader.missed, ring.reader.torn
         if ring.has_been_read:
-            self._tracker.records_missed(name, missed + torn)
             ring.overwritten += missed
         elif missed and records:
-            # Overwritten before anybody looked: no loss but for what was in flight already then.
             marks = (record.t_ns for record in records if isinstance(record, MarkRecord))
             ring.oldest_ns = next(marks, None)
+            records = [
+                record
+                for record in records
+                if not (isinstance(record, LossRecord) and record.overwritten)
+            ]
         ring.has_been_read = ring.has_been_read or bool(records)
+        return records
 
     def _take_leave(self) -> None:
         for name, ring in self._rings.items():

@@ -286,8 +286,19 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
             stuck=self.stuck,
         )
 
-    def look(self, now_ns: int, to_home: ToHome, only: Mapping[Role, str]) -> InFlight:
-        """How it stands at `now_ns`. `only`: the instance of each role that has but one."""
+    def look(
+        self,
+        now_ns: int,
+        to_home: ToHome,
+        only: Mapping[Role, str],
+        *,
+        lost: str | None = None,
+    ) -> InFlight:
+        """How it stands at `now_ns`.
+
+        only  the instance of each role that has but one
+        lost  what gateways lost that may be of it, if it has none
+        """
         progress, context = self.progress, self.context
         in_token = progress.at == progress.plan.token
         stage, since_ns = progress.stage(token_awaited=in_token and self._token_awaited)
@@ -312,7 +323,7 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
                 for report in self.stuck
             ),
             ended=self.outcome,
-            incomplete=self._incomplete(),
+            incomplete=self._incomplete(lost),
         )
 
     @property
@@ -350,7 +361,7 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
         since_ns = to_home(latest.source, latest.wait_since_ns)
         return _described(latest.wait, stage, max(now_ns - since_ns, 0) / 1e9)
 
-    def _incomplete(self) -> str | None:
+    def _incomplete(self, lost: str | None) -> str | None:
         why: list[str] = []
         missed: dict[str, int] = {}
         for leg in self.legs:
@@ -361,7 +372,7 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
                 missed[instance] = max(count, missed.get(instance, 0))
         why += [f"{instance} lost {count} records" for instance, count in missed.items()]
         if not self.has_gateway:
-            why.append("nothing from the gateway")
+            why.append(lost or "nothing from the gateway")
         return "; ".join(why) or None
 
 

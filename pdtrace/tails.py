@@ -506,10 +506,13 @@ class RingTails:
                 tail.at_end = len(records) < _READ_RECORDS
                 if not records:
                     tail.caught_up = True
+                    self._tracker.read_to_end(name, now_ns)
                     return True
                 if self._choose is not None and tail.has_steps:
                     self._choose_steps(name, tail, records, self._choose)
                 appeared = self._tracker.feed(name, records, now_ns)
+                if tail.at_end:
+                    self._tracker.read_to_end(name, now_ns)
             self.counts.records += len(records) - notes
             # A request that begins behind the same position may be finished already, by a former
             # agent: its line has to be found again together with its records.

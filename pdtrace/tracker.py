@@ -10,10 +10,13 @@ something was read since, or whose time has come.
         and every leg let go, and those it was routed to were heard   → finished
         else, ten times `grace_ns` after the end, or after `grace_ns`
         of silence if nobody is known to hold it                      → finished, incomplete
-    no gateway on this host: every leg let go, `grace_ns` of silence  → finished
+    no gateway on this host: every leg let go, `grace_ns` of silence  → finished, incomplete if a
+                                                  gateway's records of that time were overwritten
     more than `max_open` requests                                     → the oldest, incomplete
 
-What arrives for a finished request is late: counted, not kept.
+What arrives for a finished request is late: counted, not kept. A process writes the OPEN records of
+what it holds again before its ring recycles them. So of an attempt that is not named again behind a
+gap, the end was overwritten: it was let go of.
 """
 
 from __future__ import annotations
@@ -59,6 +62,10 @@ MAX_MARKS = 20_000
 ROOM_FOR_STAGES = 1_000
 """Marks beyond MAX_MARKS for those that say where the request is."""
 MAX_SHARED_VALUES = 10_000
+MAX_GAPS = 1_000
+"""Gaps kept of a gateway's ring; the latest."""
+MAX_GAPPED = 64
+"""Gateways' rings whose gaps are kept; the latest to have any."""
 MAX_UNNAMED = 10_000
 """Marks kept of one ring whose OPEN record has not been read."""
 
@@ -134,6 +141,30 @@ class _SharedValues:
 
 
 @dataclass(slots=True)
+class _Gap:
+    """Records of a gateway that were overwritten, and between which of its times they lie.
+
+    end_ns  None until a later record was read; the end of the read in which that was, so at most
+            too late
+    """
+
+    count: int
+    begin_ns: int
+    end_ns: int | None = None
+
+
+def _lost_at(t_ns: int, gaps: deque[_Gap]) -> int:
+    """Records that are missing in the gaps around a time; `gaps` in their order."""
+    count = 0
+    for gap in reversed(gaps):
+        if gap.end_ns is not None and gap.end_ns < t_ns:
+            break
+        if gap.begin_ns <= t_ns:
+            count += gap.count
+    return count
+
+
+@dataclass(slots=True)
 class _Ring:
     source: Source
     handled_key: int = 0
@@ -144,12 +175,31 @@ class _Ring:
     last_ns: int = 0
     gap_ns: int = 0
     before_gap: int = 0
+    named: set[int] | None = None
+    """Keys named since records were overwritten, until the ring is read to its end."""
+    gaps: deque[_Gap] = field(default_factory=lambda: deque[_Gap](maxlen=MAX_GAPS))
 
-    def miss(self, count: int) -> None:
+    @property
+    def is_gateway(self) -> bool:
+        return self.source.process.role is Role.GATEWAY
+
+    def miss(self, count: int, *, overwritten: bool) -> None:
         """Records are missing behind the last one."""
         if self.last_ns > self.gap_ns:
             self.gap_ns, self.before_gap = self.last_ns, self.source.num_missed
         self.source.num_missed += count
+        if overwritten:
+            self.named = set()
+            if self.is_gateway:
+                self.gaps.append(_Gap(count, self.last_ns))
+
+    def end_gaps(self) -> None:
+        """Records that lie behind the latest gap were read."""
+        for gap in reversed(self.gaps):
+            if gap.end_ns is not None:
+                return
+            if self.last_ns > gap.begin_ns:
+                gap.end_ns = self.last_ns
 
     def missed_before(self, t_ns: int) -> int:
         """How many were missing already when a request began whose begin is missing too: those
@@ -185,6 +235,8 @@ class RequestTracker:
         """Requests that only wait for the next round trip between two clocks."""
         self._done: deque[tuple[OpenRequest, str | None]] = deque()
         """Requests that are finished and were not asked for yet."""
+        self._gaps: dict[str, tuple[Process, deque[_Gap]]] = {}
+        """Of gateways' rings, gone ones too."""
 
     # -- input -------------------------------------------------------------------------------
 
@@ -226,16 +278,25 @@ class RequestTracker:
             elif isinstance(record, EndRecord):
                 self._release(source, record.key, now_ns)
             elif isinstance(record, LossRecord):
-                source.miss(record.count)
+                source.miss(record.count, overwritten=record.overwritten)
             else:
                 source.source.sample(record)
                 self._changed.update(self._unmeasured)
                 self._unmeasured.clear()
+        if source.gaps:
+            source.end_gaps()
+            self._keep_gaps(ring, source)
         return appeared
 
-    def records_missed(self, ring: str, count: int) -> None:
-        """`count` records of a ring were overwritten or torn before they could be read."""
-        self._rings[ring].miss(count)
+    def read_to_end(self, ring: str, now_ns: int) -> None:
+        """A ring held nothing further than what was fed: what was not named since records of it
+        were overwritten has been let go of in between."""
+        source = self._rings[ring]
+        named, source.named = source.named, None
+        if named is None:
+            return
+        for key in [key for key in source.keys if key not in named]:
+            self._release(source, key, now_ns)
 
     def ring_gone(self, ring: str, gone_ns: int | None, reason: str) -> None:
         """The process of a ring, which has been read to its end, records no more.
@@ -322,9 +383,9 @@ class RequestTracker:
         roots   only these of them, for who cannot wait for all at once
         """
         only, to_home, opened = self._only_ones(), self._to_home, self._open
-        if roots is None:
-            return [request.look(now_ns, to_home, only) for request in opened.values()]
-        return [opened[root].look(now_ns, to_home, only) for root in roots if root in opened]
+        shown = opened if roots is None else [root for root in roots if root in opened]
+        lost = self._lost_by_gateways
+        return [opened[root].look(now_ns, to_home, only, lost=lost(opened[root])) for root in shown]
 
     def peek(self, request_id: str, now_ns: int) -> list[CollectedRequest]:
         """What is known of the requests in flight with that id; they stay in flight.
@@ -405,6 +466,8 @@ class RequestTracker:
         """Binds a key; whether its request is in flight and appears in this ring."""
         key, context = record.key, record.context
         ring.last_key = max(ring.last_key, key)
+        if ring.named is not None:
+            ring.named.add(key)
         if ring.keys.get(key) is not None:
             return False  # repeated so that it stays in the ring
         root = context.root_span_id
@@ -433,6 +496,8 @@ class RequestTracker:
         request.begun_ns = min(request.begun_ns, t_ns)
         request.touched_ns = now_ns
         leg = ring.keys[key] = request.add_leg(key, ring.source, context)
+        if request.outcome is None and ring.is_gateway:
+            request.ended_ns = None  # it goes on
         if record.repeated:  # its begin is among what is missing
             leg.missed_before = min(leg.missed_before, ring.missed_before(record.t_ns))
         self._changed[root] = None
@@ -537,7 +602,7 @@ class RequestTracker:
         if request.ended_ns is None:
             if request.has_gateway or request.num_held:
                 return False, None, None
-            return now_ns >= silent_at_ns, None, silent_at_ns
+            return now_ns >= silent_at_ns, self._lost_by_gateways(request), silent_at_ns
         missing = self._still_waits_for(request, instances)
         if missing is None and self._expects_round_trip(request):
             # Whether a clock was set during the request is known with the round trip after it.
@@ -550,6 +615,31 @@ class RequestTracker:
             # A worker that lives and holds a leg is silent during a long step, no more.
             due_ns = min(due_ns, silent_at_ns)
         return missing is None or now_ns >= due_ns, missing, due_ns
+
+    def _keep_gaps(self, name: str, ring: _Ring) -> None:
+        """Also for the time after the ring is gone."""
+        if name in self._gaps and self._gaps[name][1] is ring.gaps:
+            return
+        self._gaps[name] = ring.source.process, ring.gaps
+        if len(self._gaps) > MAX_GAPPED:
+            del self._gaps[next(iter(self._gaps))]
+
+    def _lost_by_gateways(self, request: OpenRequest) -> str | None:
+        """Which gateways of this host may have written what nobody has read of a request that none
+        is known to have had: they lost records of the time in which it appeared elsewhere."""
+        if request.has_gateway:
+            return None
+        lost: list[str] = []
+        for process, gaps in self._gaps.values():
+            on_its_clock = (
+                leg.marks[0].t_ns
+                for leg in request.legs
+                if leg.marks and leg.source.process.clock_id == process.clock_id
+            )
+            count = max((_lost_at(t_ns, gaps) for t_ns in on_its_clock), default=0)
+            if count:
+                lost.append(f"{process.instance} lost {count} records")
+        return "; ".join(lost) or None
 
     def _expects_round_trip(self, request: OpenRequest) -> bool:
         """Whether a process of another host, which lives and measures, has not done so since."""

@@ -243,7 +243,12 @@ class RingReader:
         if number > self._number:
             self.missed += number - self._number
             if self._noting:
-                records.append(LossRecord(count=number - self._number))
+                # A writer that is about to recycle a block wipes its header first.
+                lapped = (
+                    headers[self._block % self._blocks][0] != self._block + 1
+                    and max(ahead)[0] >= self._block + self._blocks
+                )
+                records.append(LossRecord(count=number - self._number, overwritten=lapped))
         self._block = sequence - 1
         self._offset = BLOCK_HEADER.size
         self._number = number

@@ -84,9 +84,14 @@ class ClockRecord(msgspec.Struct, frozen=True, kw_only=True, tag="clock", gc=Fal
 
 
 class LossRecord(msgspec.Struct, frozen=True, kw_only=True, tag="loss", gc=False):
-    """Not in a ring: a reader's note, when asked for, that `count` records are missing here."""
+    """Not in a ring: a reader's note, when asked for, that `count` records are missing here.
+
+    overwritten  what follows is the oldest that the ring held: the OPEN record of every attempt
+                 that was open then follows, or comes again
+    """
 
     count: int
+    overwritten: bool = False
 
 
 Record = OpenRecord | MarkRecord | EndRecord | StepRecord | ClockRecord | LossRecord

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -40,6 +41,7 @@ from pdtrace.sink import SinkError, lines_since
 from pdtrace.sources import read_source
 from pdtrace.spans import Span, StatusCode
 from pdtrace.stages import CHAINS, Mark, Mode, Outcome, Role, WaitReason
+from pdtrace.stuck import StuckPolicy
 from pdtrace.testing import open_recorders, record_request
 from pdtrace.timeline import build_timelines
 
@@ -567,6 +569,47 @@ def test_overwritten_records_are_counted_and_said_and_the_trace_is_incomplete(
     [root] = roots(tmp_path)
     assert f"gateway-0 lost {summary.missed} records" in str(root.attributes[a.INCOMPLETE.key])
     assert summary.incomplete == 1
+
+
+def test_requests_whose_gateway_records_were_overwritten_say_so_and_are_not_stuck(
+    tmp_path: Path,
+) -> None:
+    rings = tmp_path / "rings"
+    tiny = RingCapacity(blocks=4, block_bytes=4096)
+    recorders = open_recorders(rings, roles=[Role.PREFILL, Role.TRANSFER, Role.DECODE])
+    recorders |= open_recorders(rings, roles=[Role.GATEWAY], capacity=tiny)
+    config = dataclasses.replace(
+        QUICK, stuck=StuckPolicy(floor_s=1.0, default_s=1.0), stuck_s=0.01, state_s=60.0
+    )
+    agent = agent_of(tmp_path, config=config)
+    begun = {name: RequestContext.create(request_id=name) for name in ("ends", "alive")}
+    traces = {name: recorders[Role.GATEWAY].begin(context) for name, context in begun.items()}
+    for trace in traces.values():
+        trace.mark(Mark.RECEIVED, "POST", "/v1/completions", "text_completion")
+    agent.poll()
+    traces["ends"].mark(Mark.COMPLETED, Outcome.COMPLETED, None, None, 200)
+    traces["ends"].end()
+    for number in range(100):  # the gateway's ring holds some twenty of them
+        record_request(recorders, request_id=f"req-{number}")
+    deadline = time.monotonic() + 60
+    while agent.summary().stuck < 1 or agent.summary().open > 1:
+        agent.poll()
+        assert time.monotonic() < deadline, agent.summary()
+        time.sleep(0.01)
+    assert [request.request_id for request in agent.look().requests if request.stuck] == ["alive"]
+    summary = agent.close()
+    close(recorders)
+    found = {str(spans[0].attributes[a.REQUEST_ID.key]): spans for spans in written(tmp_path)}
+    assert found.keys() == {"ends", *(f"req-{number}" for number in range(100))}
+    lost = f"gateway-0 lost {summary.missed} records"
+    assert lost in str(found.pop("ends")[0].attributes[a.INCOMPLETE.key])
+    whole = {name for name, spans in found.items() if a.SPAN.key in spans[0].attributes}
+    assert 2 < len(whole) < 90
+    for name, spans in found.items():
+        told = [span.attributes.get(a.INCOMPLETE.key) for span in spans]
+        assert set(told[1:]) == {None}
+        assert told[0] == (None if name in whole else lost)
+    assert (summary.stuck, summary.incomplete) == (1, 101 - len(whole))
 
 
 def test_file_that_is_no_ring_is_said_once_and_does_not_disturb(

@@ -22,10 +22,11 @@ from pdtrace.errors import LiveError
 from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState, WaitNow
 from pdtrace.live import AgentLooks, RingLooks
 from pdtrace.process_view import STALLED_AFTER_S
+from pdtrace.propagation import RequestContext
 from pdtrace.recorder import Recorder
 from pdtrace.ring import RingCapacity, RingReader, scan_rings
 from pdtrace.run_looks import open_looks
-from pdtrace.stages import CHAINS, Gauge, Mode, Role, WaitReason
+from pdtrace.stages import CHAINS, Gauge, Mark, Mode, Outcome, Role, WaitReason
 from pdtrace.testing import Wait, open_recorders, record_request
 from tests.support.pd_traces import Story
 
@@ -141,8 +142,10 @@ def test_later_looks_read_only_what_is_new(
             opened.append(Path(path).name)
             super().__init__(path)
 
-        def read(self, *, limit: int = 65536, final: bool = False) -> list[live.Record]:
-            records = super().read(limit=limit, final=final)
+        def read(
+            self, *, limit: int = 65536, final: bool = False, losses: bool = False
+        ) -> list[live.Record]:
+            records = super().read(limit=limit, final=final, losses=losses)
             read.append(len(records))
             return records
 
@@ -225,6 +228,40 @@ def test_request_older_than_its_ring_says_so(tmp_path: Path) -> None:
         record_request(recorders, request_id=f"s-{index}")
     problems = looks.look().problems
     assert any("records faster than they were read here" in problem for problem in problems)
+    looks.close()
+    for recorder in recorders.values():
+        recorder.close()
+
+
+def test_requests_that_were_overwritten_between_two_looks_are_shown_as_incomplete(
+    tmp_path: Path,
+) -> None:
+    tiny = RingCapacity(blocks=4, block_bytes=4096)
+    recorders = open_recorders(tmp_path / "rings", roles=ROLES[1:])
+    recorders |= open_recorders(tmp_path / "rings", roles=[Role.GATEWAY], capacity=tiny)
+    looks = RingLooks(tmp_path)
+    gateway = recorders[Role.GATEWAY]
+    traces = {
+        name: gateway.begin(RequestContext.create(request_id=name)) for name in ("ends", "alive")
+    }
+    for trace in traces.values():
+        trace.mark(Mark.RECEIVED, "POST", "/v1/completions", "text_completion")
+    assert [request.request_id for request in looks.look().requests] == ["ends", "alive"]
+    unheard = RequestContext.create(request_id="unheard")
+    with gateway.begin(unheard):
+        pass
+    recorders[Role.DECODE].begin(unheard).mark(Mark.RESERVE_RECEIVED)
+    traces["ends"].mark(Mark.COMPLETED, Outcome.COMPLETED, None, None, 200)
+    traces["ends"].end()
+    for number in range(100):
+        record_request(recorders, request_id=f"req-{number}")
+    look = looks.look()
+    [problem] = look.problems
+    count = problem.split()[2]
+    assert {request.request_id: request.incomplete for request in look.requests} == {
+        "alive": f"gateway-0 lost {count} records",
+        "unheard": f"gateway-0 lost {count} records",
+    }
     looks.close()
     for recorder in recorders.values():
         recorder.close()

@@ -47,6 +47,7 @@ from pdtrace.ring.reader import RingPosition, RingReader, WriterState
 from pdtrace.ring.records import (
     ClockRecord,
     EndRecord,
+    LossRecord,
     MarkRecord,
     OpenRecord,
     Record,
@@ -92,6 +93,7 @@ def times(records: Iterable[Record]) -> list[int]:
 
 
 def time_of(record: Record) -> int:
+    assert not isinstance(record, LossRecord)  # nobody asked for these
     return record.begin_ns if isinstance(record, StepRecord) else record.t_ns
 
 
@@ -401,6 +403,22 @@ class LappingBuffer(bytearray):
         return super().__getitem__(key)
 
 
+def test_a_reader_notes_whether_records_were_overwritten_or_damaged():
+    writer, buffer = memory_ring()
+    reader = RingReader.over(buffer)
+    for number in range(3 * MARKS_PER_TINY_BLOCK):
+        writer.append(bare_mark(number))
+    at = buffer.index(bare_mark(5))
+    buffer[at : at + 8] = bytes(8)
+    [damaged] = [r for r in reader.read(losses=True) if isinstance(r, LossRecord)]
+    assert damaged == LossRecord(count=1)
+    for number in range(20 * MARKS_PER_TINY_BLOCK):
+        writer.append(bare_mark(number))
+    first = reader.read(losses=True)[0]
+    assert isinstance(first, LossRecord)
+    assert first.overwritten
+
+
 @pytest.mark.parametrize("lapped", [4, 5, 9, 400])
 def test_a_block_recycled_while_it_is_copied_is_missed_not_torn(lapped: int):
     buffer = LappingBuffer(TINY.file_bytes)
@@ -440,8 +458,16 @@ def test_a_block_being_wiped_is_missed_not_torn():
     for number in range(4 * MARKS_PER_TINY_BLOCK):
         writer.append(bare_mark(number))
     got: list[int] = []
-    buffer.on_wipe = lambda: got.extend(times(reader.read()))
+    notes: list[Record] = []
+
+    def read() -> None:
+        note, *records = reader.read(losses=True)
+        notes.append(note)
+        got.extend(times(records))
+
+    buffer.on_wipe = read
     writer.append(bare_mark(4 * MARKS_PER_TINY_BLOCK))
+    assert notes == [LossRecord(count=MARKS_PER_TINY_BLOCK, overwritten=True)]
     assert got == list(range(MARKS_PER_TINY_BLOCK, 4 * MARKS_PER_TINY_BLOCK))
     assert (reader.missed, reader.torn) == (MARKS_PER_TINY_BLOCK, 0)
 

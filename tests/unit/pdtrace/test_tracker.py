@@ -290,7 +290,7 @@ def test_lost_records_are_told_to_the_requests_in_flight_there() -> None:
     tracker.feed(PREFILL, [opened(), ended()], 0)
     tracker.feed(DECODE, [opened()], 0)
     for ring in (PREFILL, DECODE):  # prefill has let go of it before
-        tracker.records_missed(ring, 7)
+        tracker.feed(ring, [LossRecord(count=7)], 0)
     tracker.feed(DECODE, [ended()], 0)
     tracker.feed(GATEWAY, WHOLE[2:], 0)
     [request] = tracker.finished(0)
@@ -322,6 +322,94 @@ def test_losses_among_the_records_concern_who_was_open_there() -> None:
         within.request_id: 7,
         after.request_id: 0,
     }
+
+
+LAPPED = LossRecord(count=123, overwritten=True)
+
+
+def test_request_whose_end_was_overwritten_ends_and_says_so() -> None:
+    tracker = tracker_of()
+    gone, alive = contexts(2)
+    tracker.feed(GATEWAY, [opened(gone, 1), mark(Mark.RECEIVED, 1), opened(alive, 2)], 0)
+    tracker.feed(GATEWAY, [LAPPED, OpenRecord(key=2, t_ns=0, context=alive, repeated=True)], 1)
+    assert tracker.finished(MAX_GRACES * GRACE_NS) == []  # more of the ring may name it
+    tracker.read_to_end(GATEWAY, 2)
+    [request] = tracker.finished(2)
+    assert request.request_id == gone.request_id
+    assert request.legs[0].records_missed == 123
+    assert (tracker.open_ids(), tracker.held_in(GATEWAY)) == ([alive.request_id],) * 2
+    tracker.feed(GATEWAY, [mark(Mark.COMPLETED, 2), ended(2)], 3)
+    assert [request.request_id for request in tracker.finished(3)] == [alive.request_id]
+    assert (tracker.counts.late, tracker.counts.unnamed) == (0, 0)
+
+
+def test_request_whose_end_was_overwritten_waits_for_its_legs_like_an_ended_one() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, WHOLE[:2], 0)
+    tracker.feed(DECODE, [opened()], 0)
+    tracker.feed(GATEWAY, [LAPPED], 1)
+    tracker.read_to_end(GATEWAY, 1)
+    assert tracker.finished(MAX_GRACES * GRACE_NS) == []
+    [request] = tracker.finished(MAX_GRACES * GRACE_NS + 1)
+    assert request.gave_up == "decode-0 did not finish"
+
+
+def test_worker_whose_end_was_overwritten_is_not_waited_for() -> None:
+    tracker = tracker_of()
+    tracker.feed(DECODE, [opened()], 0)
+    tracker.feed(GATEWAY, WHOLE, 1)
+    tracker.feed(DECODE, [LAPPED], 2)
+    tracker.read_to_end(DECODE, 2)
+    [request] = tracker.finished(2)
+    assert {leg.process.role: leg.records_missed for leg in request.legs} == {
+        Role.GATEWAY: 0,
+        Role.DECODE: 123,
+    }
+
+
+def test_damaged_records_let_go_of_nothing() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, [*WHOLE[:2], LossRecord(count=1)], 0)
+    tracker.read_to_end(GATEWAY, 1)
+    assert tracker.finished(MAX_GRACES * GRACE_NS) == []
+    tracker.feed(GATEWAY, WHOLE[2:], 2)
+    assert len(tracker.finished(2)) == 1
+
+
+def test_request_that_is_all_overwritten_at_the_gateway_says_so() -> None:
+    tracker = tracker_of()
+    before, within, after, elsewhere = contexts(4)
+    first, second = contexts(6)[4:]
+    tracker.feed(GATEWAY, [opened(first, 1), mark(Mark.RECEIVED, 1, t_ns=10)], 0)
+    tracker.feed(GATEWAY, [LAPPED, opened(second, 9), mark(Mark.RECEIVED, 9, t_ns=20)], 0)
+    tracker.read_to_end(GATEWAY, 0)
+    tracker.ring_gone(GATEWAY, None, "process_exited")
+    tracker.finished(0)
+    for key, context, t_ns in ((1, before, 9), (2, within, 15), (3, after, 21)):
+        tracker.feed(
+            DECODE, [opened(context, key), mark(Mark.RESERVE_RECEIVED, key, t_ns), ended(key)], 0
+        )
+    tracker.add_ring("far", process(Role.DECODE, clock_id="host-2"))
+    tracker.feed("far", [opened(elsewhere), mark(Mark.RESERVE_RECEIVED, t_ns=15), ended()], 0)
+    told = {request.request_id: request.incomplete for request in tracker.in_flight(30)}
+    nothing, lost = "nothing from the gateway", "gateway-0 lost 123 records"
+    assert told.pop(within.request_id) == lost
+    assert told == dict.fromkeys([one.request_id for one in (before, after, elsewhere)], nothing)
+    found = {request.request_id: request.gave_up for request in tracker.finished(GRACE_NS)}
+    assert found.pop(within.request_id) == lost
+    assert found == dict.fromkeys([one.request_id for one in (before, after, elsewhere)])
+
+
+def test_keys_of_overwritten_ends_take_no_memory() -> None:
+    tracker = tracker_of()
+    for number, context in enumerate(contexts(50)):
+        tracker.feed(DECODE, [opened(context, number + 1)], 0)
+        tracker.feed(GATEWAY, [opened(context, number + 1), ended(number + 1)], 0)
+    tracker.finished(MAX_GRACES * GRACE_NS)
+    tracker.feed(DECODE, [LAPPED], 0)
+    tracker.read_to_end(DECODE, 0)
+    tracker.feed(DECODE, [mark(Mark.TOKEN_GAP, key=1)], 0)
+    assert tracker.counts.late == 0  # it is no longer known
 
 
 def test_request_that_began_in_a_gap_is_not_blamed_for_an_earlier_one() -> None:

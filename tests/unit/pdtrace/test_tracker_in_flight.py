@@ -19,7 +19,7 @@ from pdtrace.inflight import InFlight
 from pdtrace.open_requests import OpenRequest
 from pdtrace.propagation import RequestContext
 from pdtrace.ring.codec import ID_SEPARATOR
-from pdtrace.ring.records import ClockRecord, EndRecord, OpenRecord, StepRecord
+from pdtrace.ring.records import ClockRecord, EndRecord, LossRecord, OpenRecord, StepRecord
 from pdtrace.stages import CHAINS, Mark, Mode, Role, StepKind
 from pdtrace.testing import SequentialIds
 from pdtrace.tracker import RequestTracker
@@ -175,7 +175,7 @@ def test_dead_gateway_is_told_and_the_stage_stays() -> None:
 def test_gateway_that_lost_records_may_have_said_that_the_token_was_sent() -> None:
     watched = Watched().feed(until(pd_moments(), 7_500))
     assert watched.at(7_500).stage == "hop.token"
-    watched.tracker.records_missed(GATEWAY.value, 3)
+    watched.tracker.feed(GATEWAY.value, [LossRecord(count=3)], 0)
     seen = watched.at(7_500)
     assert (seen.stage, seen.incomplete) == ("decode.generate", "gateway-0 lost 3 records")
 
