@@ -357,7 +357,9 @@ def _expected_roles(timeline: Timeline) -> set[Role]:
 
 def _complete(timelines: Sequence[Timeline]) -> Rule:
     def breach(timeline: Timeline) -> str | None:
-        reason = text(timeline.attributes, a.INCOMPLETE)
+        # Where the root is missing a stage says so.
+        spans = (timeline.attributes, *(visit.attributes for visit in timeline.visits))
+        reason = next((why for one in spans if (why := text(one, a.INCOMPLETE))), None)
         if reason is not None:
             return reason
         return "no outcome" if timeline.root_id and timeline.outcome is None else None

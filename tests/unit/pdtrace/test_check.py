@@ -112,6 +112,7 @@ def no_outcome(span: Span) -> Span:
         (no_outcome, {"complete"}),
         (attribute("transfer", a.REQUEST_ID.key, "other"), {"request_id"}),
         (attribute("chat smol", a.INCOMPLETE.key, "3 marks lost"), {"complete"}),
+        (attribute("transfer", a.INCOMPLETE.key, "gateway-0 lost 7 records"), {"complete"}),
         (attribute("transfer", a.VIOLATION.key, "twice"), {"marks"}),
     ],
 )
