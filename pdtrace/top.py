@@ -251,7 +251,7 @@ class _Rows:
             clean(request.request_id, 128),
             clean(request.stage or ("answered" if request.ended else "?")),
             _age(request.stage_age_s) if request.stage else "",
-            "" if request.usual_s is None else _age(request.usual_s),
+            _usual(request.usual_s),
             "" if ratio is None else f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x",
             _age(request.age_s),
         ]
@@ -419,6 +419,13 @@ def _problem_blocks(problems: Sequence[str]) -> list[RenderableType]:
         return []
     lines = [Padding(Text(clean(line)), (0, 0, 0, 2), expand=False) for line in problems]
     return [Text(), Text("Problems", style="bold yellow"), *lines]
+
+
+def _usual(seconds: float | None) -> str:
+    """What `times_usual` reckons with."""
+    if seconds is None:
+        return ""
+    return "<1 ms" if seconds < _LEAST_USUAL_S else _age(seconds)
 
 
 def _age(seconds: float) -> str:

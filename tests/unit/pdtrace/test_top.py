@@ -162,6 +162,14 @@ def test_long_ids_are_cut_so_that_numbers_stay() -> None:
     assert re.search(r"r+…  decode\.reserve +12\.1 s  100 ms +121x +12\.3 s$", lines[3])
 
 
+def test_usual_time_that_the_ratio_does_not_reckon_with_is_not_shown() -> None:
+    """12,100 times a floor of 1 ms beside `140 µs` reads as a mistake."""
+    look = Look(at_ns=AT_NS, requests=(request("req-1", usual_s=0.00014),))
+    assert re.search(r"decode\.reserve +12\.1 s +<1 ms +12100x ", shown(look, 80))
+    exact = Look(at_ns=AT_NS, requests=(request("req-1", usual_s=0.001),))
+    assert re.search(r"decode\.reserve +12\.1 s +1\.00 ms +12100x ", shown(exact, 80))
+
+
 def test_forty_columns_keep_whole_numbers_and_show_gauges_below() -> None:
     text = shown(LOOK, 40)
     assert max(map(len, text.splitlines())) <= 40
