@@ -57,6 +57,7 @@ _MIRRORS = {"decode.reserve": "prefill.bootstrap"}
 
 _WORKER_LOST = "worker_lost"
 _EXITED = "process_exited"
+_FEW_STAGES = 3  # missing ones that a note names; more are listed elsewhere
 _NONE_NS = 1_000  # a usual time below is none
 
 
@@ -392,7 +393,7 @@ def _notes(timeline: Timeline, kind: VerdictKind, peers: int, policy: VerdictPol
         missing = sorted(
             {v.stage for v in timeline.violations if v.kind == "missing_stage" and v.stage}
         )
-        which = f" (missing: {', '.join(missing)})" if missing else ""
+        which = f" (missing: {', '.join(missing)})" if 0 < len(missing) <= _FEW_STAGES else ""
         notes.append(
             f"{seconds_text(timeline.unexplained_ns)} of the request is not covered by any stage"
             f"{which}: the cause may lie there."
@@ -432,7 +433,14 @@ def _sentence(
         ended = f"{_ending(timeline)} after" if kind is VerdictKind.ENDED else "took"
         return f"{name} {ended} {total}; no stage was recorded."
     stage, took = chosen.leaf.name, seconds_text(chosen.leaf.ns)
-    share = chosen.leaf.ns / timeline.total_ns if timeline.total_ns else 0
+    percent = _percent(chosen.leaf.ns, timeline.total_ns)
+    mostly_unexplained = ""
+    if 2 * timeline.unexplained_ns > timeline.total_ns:
+        unexplained = _percent(timeline.unexplained_ns, timeline.total_ns)
+        mostly_unexplained = (
+            f", {unexplained} of it unexplained: no stage covers it. Of the rest {stage} took "
+            f"most: {took} ({percent})."
+        )
     because = f" {cause[0].upper()}{cause[1:]}." if cause else ""
     match kind:
         case VerdictKind.ENDED:
@@ -465,9 +473,11 @@ def _sentence(
                 sentence += f" Before that, {stall.leaf.name} took {_excess(stall)}."
             return sentence
         case VerdictKind.HEALTHY:
-            sentence = (
-                f"{name} is not stalled: {total}, of which {stage} took {took} ({share:.0%})."
-            )
+            sentence = f"{name} is not stalled: {total}{mostly_unexplained}"
+            if not mostly_unexplained:
+                sentence = (
+                    f"{name} is not stalled: {total}, of which {stage} took {took} ({percent})."
+                )
             if STAGE_BY_NAME[stage].kind is Kind.WAIT:
                 sentence += because + _as_others(chosen)
             return sentence
@@ -475,7 +485,13 @@ def _sentence(
             why = "There is no other request to say whether that is slow."
             if chosen.usual is not None:
                 why = "Its outcome is not known."
-            return f"{name} took {total}, most in {stage}: {took} ({share:.0%}).{because} {why}"
+            if mostly_unexplained:
+                return f"{name} took {total}{mostly_unexplained}{because} {why}"
+            return f"{name} took {total}, most in {stage}: {took} ({percent}).{because} {why}"
+
+
+def _percent(ns: int, total_ns: int) -> str:
+    return f"{ns / total_ns * 100 if total_ns else 0:.0f} %"
 
 
 def _for_its_tokens(assessment: Assessment) -> str:

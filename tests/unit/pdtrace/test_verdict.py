@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -348,6 +349,21 @@ def test_time_without_a_stage_is_no_confident_verdict() -> None:
     assert not verdict.stalled
     assert verdict.confidence is Confidence.LOW
     assert any("missing: transfer" in note for note in verdict.notes)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_where_most_is_unexplained_that_is_said_first(alone: bool) -> None:
+    slow = Story(request_id="slow").stalled("transfer", STALL_S).trace()
+    spans = tuple(span for span in slow.spans if not span.name.startswith("transfer"))
+    timelines = [] if alone else [build_timeline(story.trace()) for story in healthy()]
+    timelines.append(build_timeline(replace(slow, spans=spans)))
+    sentence = judge_all(timelines)[-1].sentence
+    beginning = "slow took " if alone else "slow is not stalled: "
+    assert re.match(
+        rf"{beginning}[\d.]+ s, \d\d % of it unexplained: no stage covers it\. Of the rest "
+        r"decode\.generate took most: [\d.]+ ms \(\d\d %\)\.",
+        sentence,
+    ), sentence
 
 
 def test_trace_without_spans_is_judged_without_a_stage() -> None:
