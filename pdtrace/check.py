@@ -65,6 +65,7 @@ class CheckReport:
     unexplained_ns, total_ns   over all requests
     outcomes                   requests by outcome; `unknown` where it was not recorded
     orphans                    spans without a parent, or whose ancestors miss the request
+    step_traces                traces that hold forward passes alone, among `traces`
     clocks                     those of hosts other than the gateway's
     processes                  the recording processes of the run, where the source is one
     notes                      what the reader could not use, and what breaks no rule
@@ -78,6 +79,7 @@ class CheckReport:
     total_ns: int
     outcomes: Mapping[str, int]
     orphans: int
+    step_traces: int
     rules: tuple[Rule, ...]
     clocks: tuple[HostSummary, ...]
     processes: tuple[ProcessHealth, ...]
@@ -104,10 +106,14 @@ class CheckReport:
     def facts(self) -> tuple[str, ...]:
         """Sentences on size, outcomes, unexplained time and clocks."""
         outcomes = ", ".join(f"{count} {name}" for name, count in self.outcomes.items())
+        traces = _many(self.traces - self.step_traces, "trace")
+        passes = ""
+        if self.step_traces:
+            passes = f" and {_many(self.step_traces, 'trace')} of forward passes"
         return (
-            f"{_many(self.requests, 'request')} in {_many(self.traces, 'trace')}, "
+            f"{_many(self.requests, 'request')} in {traces}{passes}, "
             f"{_many(self.spans, 'span')}: {outcomes}.",
-            f"Unexplained: {self.unexplained_share:.4%} of the requests' time.",
+            f"Unexplained: {self.unexplained_share * 100:.4f} % of the requests' time.",
             *(clock.sentence for clock in self.clocks),
         )
 
@@ -122,6 +128,7 @@ class CheckReport:
             "spans": self.spans,
             "outcomes": dict(self.outcomes),
             "orphans": self.orphans,
+            "step_traces": self.step_traces,
             "total_ns": self.total_ns,
             "unexplained_ns": self.unexplained_ns,
             "unexplained_share": self.unexplained_share,
@@ -161,7 +168,8 @@ def check_recording(
     max_skew_ns  as for `build_timeline`
     """
     processes = tuple(process for run in runs for process in run.processes)
-    requests = [part for trace in recording.traces for part in split_requests(trace)]
+    parts = [split_requests(trace) for trace in recording.traces]
+    requests = [part for those in parts for part in those]
     timelines = [build_timeline(part, max_skew_ns=max_skew_ns) for part in requests]
     problems = recording.problems
     rules = [
@@ -194,7 +202,7 @@ def check_recording(
         _one_trace_per_request(requests, timelines),
         _roles(timelines),
         _complete(timelines),
-        _lost_requests(timelines),
+        _lost_requests(timelines, processes),
         _vanished(processes),
         _lost_records(processes),
         _unreadable(runs),
@@ -210,6 +218,7 @@ def check_recording(
         unexplained_ns=sum(t.unexplained_ns for t in timelines),
         total_ns=sum(t.total_ns for t in timelines),
         outcomes=dict(sorted(outcomes.items())),
+        step_traces=sum(not those for those in parts),
         orphans=sum(v.kind in parentless for t in timelines for v in t.violations),
         rules=tuple(rules),
         clocks=summarize_clocks(timelines),
@@ -275,13 +284,14 @@ def _unexplained(timelines: Sequence[Timeline]) -> Rule:
     if unexplained > MAX_UNEXPLAINED_SHARE * total:
         worst = sorted(timelines, key=lambda t: -t.unexplained_ns)
         breaches = [
-            f"{_name(t)}: {t.unexplained_ns / t.total_ns:.1%} of {t.total_ns / 1e9:.3f} s"
+            f"{_name(t)}: {t.unexplained_ns / t.total_ns * 100:.1f} % of {t.total_ns / 1e9:.3f} s"
             for t in worst
             if t.unexplained_ns
         ]
     return _rule(
         "unexplained",
-        f"at most {MAX_UNEXPLAINED_SHARE:.0%} of all time is unexplained (counts the recording)",
+        f"at most {MAX_UNEXPLAINED_SHARE * 100:.0f} % of all time is unexplained "
+        "(counts the recording)",
         1,
         breaches,
         broken=1 if breaches else 0,
@@ -367,16 +377,29 @@ def _complete(timelines: Sequence[Timeline]) -> Rule:
     return _each("complete", "nothing is known to be missing", timelines, breach)
 
 
-def _lost_requests(timelines: Sequence[Timeline]) -> Rule:
+def _lost_requests(timelines: Sequence[Timeline], processes: Sequence[ProcessHealth]) -> Rule:
+    """A request is lost also if a gateway was left to say that it failed: with the process of one
+    of its stages, or with one that had it open though no stage of its own had begun."""
+    vanished = [process for process in processes if process.ended is WriterEnd.LOST]
+
     def breach(timeline: Timeline) -> str | None:
         if timeline.outcome is not Outcome.LOST:
+            for visit in timeline.visits:
+                if visit.outcome is Outcome.LOST:
+                    who = text(visit.attributes, a.OUTCOME_BY) or visit.instance
+                    return f"{visit.name} was lost{f' with {who}' if who else ''}"
+            if timeline.outcome is Outcome.COMPLETED:
+                return None
+            for process in vanished:
+                if timeline.request_id in process.open_ids:
+                    return f"{process.instance} was lost with it"
             return None
         where = f" in {timeline.outcome_stage}" if timeline.outcome_stage else ""
         who = f" with {timeline.outcome_by}" if timeline.outcome_by else ""
         why = f" ({timeline.outcome_reason})" if timeline.outcome_reason else ""
         return f"lost{who}{where}{why}"
 
-    return _each("lost", "no request was lost with its process", timelines, breach)
+    return _each("lost", "no request lost a process that served it", timelines, breach)
 
 
 def _vanished(processes: Sequence[ProcessHealth]) -> Rule:
@@ -386,10 +409,7 @@ def _vanished(processes: Sequence[ProcessHealth]) -> Rule:
             continue
         ids = ", ".join(process.open_ids[:MAX_EXAMPLES])
         more = ", …" if len(process.open_ids) > MAX_EXAMPLES else ""
-        found.append(
-            f"{process.instance} (pid {process.pid}) was killed, or ended without a word, with "
-            f"{_many(process.open_requests, 'request')} open{f': {ids}{more}' if ids else ''}"
-        )
+        found.append(f"{process.vanished}{f': {ids}{more}' if ids else ''}")
     return _rule("processes", "no process vanished (counts processes)", len(processes), found)
 
 

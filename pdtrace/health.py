@@ -58,6 +58,14 @@ class ProcessHealth:
     losses: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
+    def vanished(self) -> str:
+        """`decode-0 (pid 12) was killed, or ended without a word, with 3 requests open`."""
+        return (
+            f"{self.instance} (pid {self.pid}) was killed, or ended without a word, with "
+            f"{_many(self.open_requests, 'request')} open"
+        )
+
+    @property
     def lost(self) -> str | None:
         """`lost 123 records (97 overwritten before they were read, 26 torn)`, or None."""
         counts = {word: self.losses.get(kind, 0) for kind, word in _LOST_WORDS.items()}

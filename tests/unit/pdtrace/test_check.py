@@ -10,6 +10,8 @@ import pytest
 
 from pdtrace import semconv as a
 from pdtrace.check import CheckReport, check_recording
+from pdtrace.health import ProcessHealth, RunHealth
+from pdtrace.losses import Losses, WriterEnd
 from pdtrace.sources import BadLine, Problems, Recording, join_spans
 from pdtrace.spans import Span, Trace
 from pdtrace.stages import Mode, Outcome
@@ -178,6 +180,60 @@ def test_duplicates_alone_break_nothing() -> None:
 
 def test_recording_without_requests_is_not_ok() -> None:
     assert broken_rules(check_recording(recording_of())) == {"requests"}
+
+
+def test_request_that_lost_a_process_breaks_the_rule_though_the_gateway_says_failed() -> None:
+    """By the outcome of its stage, or as one of those that a process had open when it vanished."""
+
+    def failed(request_id: str, ends_in: str) -> Story:
+        return Story(
+            request_id=request_id, outcome=Outcome.FAILED, reason="worker_lost", ends_in=ends_in
+        )
+
+    def lost(span: Span) -> Span:
+        if span.attributes.get(a.STAGE.key) != "decode.generate":
+            return span
+        gone = {a.OUTCOME.key: "lost", a.OUTCOME_BY.key: "decode-0"}
+        return replace(span, attributes={**span.attributes, **gone})
+
+    traces = [
+        edited(lost, failed("in-stage", "decode.generate")),
+        failed("between", "prefill.compute").trace(),
+        failed("stalled", "prefill.compute").trace(),
+        *healthy(),
+    ]
+    process = ProcessHealth(
+        role="decode",
+        instance="decode-0",
+        pid=7,
+        ended=WriterEnd.LOST,
+        open_requests=3,
+        open_ids=("in-stage", "between", "req-0"),
+    )
+    run = RunHealth(run="r", processes=(process,), unreadable={}, losses=Losses())
+    report = check_recording(recording_of(*traces), [run])
+    [rule] = [rule for rule in report.rules if rule.name == "lost"]
+    assert rule.examples == (
+        "in-stage: decode.generate was lost with decode-0",
+        "between: decode-0 was lost with it",
+    )
+    assert rule.broken == 2
+
+
+def test_traces_of_forward_passes_are_counted_apart() -> None:
+    trace = healthy(1)[0]
+    span = trace.spans[0]
+    step = replace(
+        span,
+        name="step.decode",
+        trace_id="5" * 32,
+        parent_id=None,
+        attributes={a.STEP_KIND.key: "decode"},
+    )
+    report = check_recording(recording_of(trace, Trace(trace_id="5" * 32, spans=(step,))))
+    assert (report.requests, report.traces, report.step_traces) == (1, 2, 1)
+    assert report.facts[0].startswith("1 request in 1 trace and 1 trace of forward passes, ")
+    assert report.document()["step_traces"] == 1
 
 
 def test_document_is_json_and_says_what_the_report_says() -> None:
