@@ -6,6 +6,7 @@ text that came from a file passes `clean`, so that no id can steer the terminal.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence, Set
 from datetime import UTC, datetime
@@ -24,8 +25,8 @@ from pdtrace.check import CheckReport
 from pdtrace.duration import seconds_text
 from pdtrace.intervals import paint
 from pdtrace.palette import COLOURS, LETTERS
-from pdtrace.stages import STAGES, Outcome, WaitReason
-from pdtrace.timeline import UNEXPLAINED, Timeline
+from pdtrace.stages import STAGE_BY_NAME, STAGES, Outcome, WaitReason
+from pdtrace.timeline import UNEXPLAINED, Timeline, ViolationKind
 from pdtrace.verdict import Assessment, Verdict, VerdictKind
 from pdtrace.waterfall import LABEL_WIDTH, Waterfall, draw
 from pdtrace.why_lines import (
@@ -45,7 +46,7 @@ _WIDTH_FOR = {"bar": 72, "above": 62, "usual": 52, "outcome": 72, "why": 62}
 """Columns of tables that narrower terminals go without, so that names and numbers are never cut."""
 _DETAIL_SHARE = 0.05  # nested stages of shorter stages are left out of the table
 _MAX_ID = 128
-_NO_DOUBTS = "Nothing is known to be missing: every stage was recorded, with exact times."
+_LACKING_STAGE = re.compile(r"The recording lacks something: no (\S+)\.")
 
 _KIND_STYLES = {
     VerdictKind.HEALTHY: "green",
@@ -85,11 +86,12 @@ def why_view(
     standing  what holds of its processes at this instant, for a request in flight
     """
     width = min(width, MAX_WIDTH)
+    lacks, violations = _said_once(timeline)
     blocks: list[RenderableType] = [
         Text(clean(verdict.sentence, 2_000), style=_KIND_STYLES[verdict.kind]),
     ]
     blocks += [Text(clean(line), style="bold red") for line in standing]
-    blocks += [Text(clean(line), style="yellow") for line in limited(timeline.lacks, MAX_LACKS)]
+    blocks += [Text(clean(line), style="yellow") for line in limited(lacks, MAX_LACKS)]
     injected = verdict.wait is not None and verdict.wait.reason == WaitReason.INJECTED
     slow = verdict.kind is VerdictKind.STALLED or (timeline.open and verdict.stalled)
     if slow and verdict.advice and not injected:
@@ -113,13 +115,33 @@ def why_view(
     blocks += _section("Gaps between tokens", gap_lines(timeline))
     blocks += _section("Steps", step_lines(timeline))
     blocks += _section("Reported as stuck", stuck_lines(timeline))
-    violations = [f"{v.kind.value}: {v.message}" for v in timeline.violations]
     blocks += _section("Violations", limited(violations, MAX_VIOLATIONS), style="red")
     doubts = [*verdict.notes, *timeline.unknowns, *notes]
-    if not doubts and not timeline.lacks:
-        doubts.append(_NO_DOUBTS)
     blocks += _section("What this does not know", doubts)
     return Constrain(translated(blocks, ascii_only=ascii_only), width)
+
+
+def _said_once(timeline: Timeline) -> tuple[list[str], list[str]]:
+    """What is missing of the recording, and the violations. Stages that are missing make a sentence
+    each in both: here one line names them all."""
+    found = {line: _LACKING_STAGE.fullmatch(line) for line in timeline.lacks}
+    lacking = {match[1] for match in found.values() if match and match[1] in STAGE_BY_NAME}
+    of_stages = [v for v in timeline.violations if v.kind is ViolationKind.MISSING_STAGE]
+    missing = lacking | {v.stage for v in of_stages}
+    names = ", ".join(stage.name for stage in STAGES if stage.name in missing)
+    lacks = [line for line, match in found.items() if not match or match[1] not in lacking]
+    others = [f"{v.kind.value}: {v.message}" for v in timeline.violations if v not in of_stages]
+    if lacking:
+        lacks.insert(0, f"The recording lacks {_many_stages(len(missing))}: {names}.")
+        return lacks, others
+    lines = [f"{v.kind.value}: {v.message}" for v in of_stages]
+    if len(lines) > 1:
+        lines = [f"{ViolationKind.MISSING_STAGE.value}: a completed request lacks {names}"]
+    return lacks, [*lines, *others]
+
+
+def _many_stages(count: int) -> str:
+    return "a stage" if count == 1 else f"{count} stages"
 
 
 def summary_table(
@@ -225,6 +247,7 @@ class _StageTable:
         self.judged = {assessment.leaf.name: assessment for assessment in verdict.assessments}
         self.table = Table(box=None, pad_edge=False, header_style="dim")
         self.named: set[str] = set()
+        self.lost = {v.name for v in timeline.visits if v.outcome is Outcome.LOST}
 
     def build(self, drawn: Set[str]) -> Table:
         """The table; every stage in `drawn` gets a row, so that its letter has a name."""
@@ -308,11 +331,12 @@ class _StageTable:
             self.named.add(name)
         share = ns / self.timeline.total_ns if self.timeline.total_ns else 0.0
         usual = judged.usual if judged else None
+        lost = " (lost)" if letter and name in self.lost else ""
         above = judged.leaf.ns - round(usual.ns) if judged and usual else 0
         emphasis = "bold red" if guilty else ""
         cells = {
             "letter": Text(LETTERS[name] if letter else "", style=COLOURS[name]),
-            "stage": Text(label or name, style=emphasis),
+            "stage": Text((label or name) + lost, style=emphasis),
             "time": Text(seconds_text(ns), style=emphasis),
             "share": Text(_percent(share), style=emphasis),
             "bar": Text(self.bar_mark * round(share * self.bar_width), style=COLOURS[name]),
@@ -351,13 +375,15 @@ def check_view(report: CheckReport, *, ascii_only: bool = False) -> RenderableTy
     """The rules of a check with their counts, examples of breaches, and the result."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
-    table.add_column("rule")
+    table.add_column("rule", no_wrap=True)
+    table.add_column("")
     table.add_column("checked", justify="right")
     table.add_column("broken", justify="right")
     for rule in report.rules:
         ok = rule.broken == 0
         table.add_row(
             Text("✓" if ok else "✗", style="green" if ok else "bold red"),
+            Text(rule.name, style="" if ok else "bold red"),
             Text(rule.title, style="" if ok else "bold red"),
             f"{rule.checked}",
             Text(f"{rule.broken}", style="" if ok else "bold red"),

@@ -13,12 +13,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import ClassVar
 
+from pdtrace import semconv as a
 from pdtrace.assembly import assemble
+from pdtrace.attributes import text
 from pdtrace.duration import seconds_text
 from pdtrace.errors import PdtraceError, SourceError
-from pdtrace.health import read_health
+from pdtrace.health import ProcessHealth, RunHealth, read_health
 from pdtrace.inflight import InFlight
 from pdtrace.live import RingLooks, is_live
+from pdtrace.losses import WriterEnd
 from pdtrace.patience import Progress, no_progress
 from pdtrace.ring import scan_rings
 from pdtrace.run_looks import RunLooks
@@ -33,6 +36,7 @@ from pdtrace.sources import (
     shown_run,
 )
 from pdtrace.spans import Span
+from pdtrace.stages import Outcome
 from pdtrace.timeline import Timeline, build_timelines
 from pdtrace.top import Standings, ordered
 from pdtrace.waits import describe_wait_now
@@ -62,7 +66,8 @@ class Selection:
     """The requests chosen, and what they stand among.
 
     peers     all finished requests known
-    standing  for requests in flight, sentences on processes that cannot go on, by root span id
+    standing  sentences on processes that cannot go on, by root span id: for requests in flight, and
+              for those that lost a process that served them
     notes     sentences that weaken any conclusion
     """
 
@@ -95,8 +100,13 @@ def select_slowest(
     if not peers:
         raise SelectionError(f"{recording.source}: holds no request")
     chosen = sorted(peers, key=lambda t: (-t.total_ns, t.request_id or "", t.trace_id))[:count]
+    health = [read_health(run) for run in runs]
     return Selection(
-        recording=recording, chosen=chosen, peers=peers, notes=_loss_notes(runs, chosen)
+        recording=recording,
+        chosen=chosen,
+        peers=peers,
+        standing=_vanished(health, chosen),
+        notes=_loss_notes(health, chosen),
     )
 
 
@@ -141,12 +151,13 @@ def select_request(
             if failure is not None:
                 raise failure
         raise SelectionError(_not_found(wanted, recording.source, peers, rings))
+    health = [read_health(run) for run in runs]
     return Selection(
         recording=recording,
         chosen=found,
         peers=peers,
-        standing=rings.standing,
-        notes=[*_loss_notes(runs, found), *rings.problems],
+        standing={**_vanished(health, found), **rings.standing},
+        notes=[*_loss_notes(health, found), *rings.problems],
     )
 
 
@@ -182,7 +193,7 @@ def select_in_flight(
         peers=peers,
         standing=rings.standing,
         notes=[
-            *_loss_notes(runs, chosen),
+            *_loss_notes([read_health(run) for run in runs], chosen),
             *rings.problems,
             *(f"{_bare_sentence(request)}." for request in rings.bare),
         ],
@@ -280,13 +291,45 @@ def _seconds(seconds: float) -> str:
     return seconds_text(round(seconds * 1e9))
 
 
-def _loss_notes(runs: Iterable[Path], chosen: Sequence[Timeline]) -> list[str]:
+def _vanished(runs: Sequence[RunHealth], chosen: Sequence[Timeline]) -> dict[str, Sequence[str]]:
+    """What the runs know of the processes that requests which did not complete were lost with."""
+    ended = [t for t in chosen if not t.open and t.outcome is not Outcome.COMPLETED]
+    if not ended:
+        return {}
+    gone = [process for run in runs for process in run.processes if process.ended is WriterEnd.LOST]
+    return {
+        timeline.root_id or "": [
+            f"{process.vanished}."
+            for process in gone
+            if timeline.request_id in process.open_ids or _is_lost_with(timeline, process, gone)
+        ]
+        for timeline in ended
+    }
+
+
+def _is_lost_with(
+    timeline: Timeline, process: ProcessHealth, gone: Sequence[ProcessHealth]
+) -> bool:
+    """Whether a stage was lost with the only vanished process of that name whose requests are not
+    all known by id."""
+    if process.open_requests <= len(process.open_ids):
+        return False
+    if sum(other.instance == process.instance for other in gone) > 1:
+        return False
+    return any(
+        visit.outcome is Outcome.LOST
+        and process.instance in {text(visit.attributes, a.OUTCOME_BY), visit.instance}
+        for visit in timeline.visits
+    )
+
+
+def _loss_notes(runs: Iterable[RunHealth], chosen: Sequence[Timeline]) -> list[str]:
     """What the recorders of the chosen requests' processes are known to have lost, ever."""
     instances = {visit.instance for timeline in chosen for visit in timeline.visits}
     return [
         f"{process.instance} {what} in the whole run."
         for run in runs
-        for process in read_health(run).processes
+        for process in run.processes
         if process.instance in instances and (what := process.lost)
     ]
 

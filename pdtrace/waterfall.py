@@ -3,7 +3,9 @@
 Pure: a timeline and a width in, lines of cells out. Each cell shows the stage that fills most of
 its share of time in that lane; a stage too short for a cell of its own is only in the table. Stages
 beside the chain are drawn where no chain stage is, pauses over the generation they interrupt. A
-stage that goes on in a request in flight ends in an arrow at the right edge.
+stage that goes on in a request in flight ends in an arrow at the right edge. Of one that was lost
+with its process, what comes after the last that the process recorded of the request is drawn apart:
+nobody knows how long it lived.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from pdtrace.duration import seconds_text
 from pdtrace.intervals import paint
 from pdtrace.palette import LETTERS, fill_of
 from pdtrace.placement import FIRST_TOKEN_HOP
-from pdtrace.stages import CHAINS, STAGE_BY_NAME
-from pdtrace.timeline import UNEXPLAINED, Timeline
+from pdtrace.stages import CHAINS, STAGE_BY_NAME, Outcome
+from pdtrace.timeline import UNEXPLAINED, StageVisit, Timeline
 
 LABEL_WIDTH = 10
 MIN_CELLS = 20
@@ -103,6 +105,7 @@ def draw(timeline: Timeline, *, width: int, ascii_only: bool, point_at: str | No
             continue  # it spans the generation and says nothing
         spans[visit.name].append((visit.begin_ns, visit.end_ns))
     going_on = {visit.name for visit in timeline.visits if visit.open}
+    lost = _lost(timeline)
     lanes: list[Lane] = []
     pointer: tuple[str, str] | None = None
     for label, names in _LANES:
@@ -110,7 +113,13 @@ def draw(timeline: Timeline, *, width: int, ascii_only: bool, point_at: str | No
         if not present:
             continue
         row = _cells(present, spans, total, cells)
-        lanes.append(Lane(label, _runs(row, going_on, ascii_only=ascii_only)))
+        gone = {
+            cell
+            for cell, name in enumerate(row)
+            for begin, end in lost.get(name or "", ())
+            if begin * cells < (cell + 1) * total and cell * total < end * cells
+        }
+        lanes.append(Lane(label, _runs(row, going_on, gone, ascii_only=ascii_only)))
         if point_at in names:
             line = _pointer(timeline, point_at, cells, ascii_only=ascii_only)
             pointer = (label, line) if line else None
@@ -124,6 +133,27 @@ def draw(timeline: Timeline, *, width: int, ascii_only: bool, point_at: str | No
         lanes.insert(0, _attempts(timeline, cells))
     ticks = _ticks(total, cells, ascii_only=ascii_only)
     return Waterfall(cells, ticks, tuple(lanes), pointer, drawn)
+
+
+def _lost(timeline: Timeline) -> Mapping[str, Sequence[tuple[int, int]]]:
+    """Per stage the time in which its process may have been gone."""
+    lost: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for visit in timeline.visits:
+        if visit.outcome is Outcome.LOST:
+            lost[visit.name].append((_last_sign(timeline, visit), visit.end_ns))
+    return lost
+
+
+def _last_sign(timeline: Timeline, lost: StageVisit) -> int:
+    """The last that its process recorded of the request in a stage that it was lost in."""
+    signs = [lost.begin_ns]
+    for visit in timeline.visits:
+        if visit.instance != lost.instance or visit.attempt != lost.attempt:
+            continue
+        signs += [wait.at_ns for wait in visit.waits if wait.at_ns is not None]
+        if visit.outcome is None and not visit.open:
+            signs.append(visit.end_ns)
+    return max(sign for sign in signs if sign <= lost.end_ns)
 
 
 def _cells(
@@ -154,9 +184,15 @@ def _cells(
 
 
 def _runs(
-    row: Sequence[str | None], going_on: Set[str] = frozenset(), *, ascii_only: bool
+    row: Sequence[str | None],
+    going_on: Set[str] = frozenset(),
+    gone: Set[int] = frozenset(),
+    *,
+    ascii_only: bool,
 ) -> tuple[Run, ...]:
+    """`gone`: cells in which the stage's process may have been gone."""
     edges = [0, *(i for i in range(1, len(row)) if row[i] != row[i - 1]), len(row)]
+    last_gone = {stage: cell for cell, stage in enumerate(row) if cell in gone}
     runs: list[Run] = []
     for begin, end in pairwise(edges):
         stage = row[begin]
@@ -164,7 +200,11 @@ def _runs(
             runs.append(Run(None, " " * (end - begin)))
         else:
             fill = fill_of(stage, ascii_only=ascii_only)
-            bar = LETTERS[stage] + fill * (end - begin - 1)
+            unknown = "?" if ascii_only else "▒"
+            bar = "".join(unknown if cell in gone else fill for cell in range(begin, end))
+            if last_gone.get(stage) == end - 1:
+                bar = bar[:-1] + ("x" if ascii_only else "✗")
+            bar = LETTERS[stage] + bar[1:]
             if end == len(row) and stage in going_on:
                 bar = bar[:-1] + (">" if ascii_only else "▶")
             runs.append(Run(stage, bar))

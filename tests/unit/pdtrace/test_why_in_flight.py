@@ -260,6 +260,68 @@ def test_request_of_a_killed_process_is_lost_with_it(tmp_path: Path) -> None:
     assert "transfer-0 (pid" in text
 
 
+DECODE_DIES = """
+    import os, sys, time
+    from pdtrace.stages import Mark, Outcome, Role
+    from pdtrace.testing import open_recorders, record_request
+
+    class Keeping:
+        def __init__(self, recorder):
+            self.recorder = recorder
+
+        def __getattr__(self, name):
+            return getattr(self.recorder, name)
+
+        def begin(self, *arguments, **options):
+            self.trace = self.recorder.begin(*arguments, **options)
+            return self.trace
+
+    opened = open_recorders(sys.argv[1], roles=[
+        Role.GATEWAY, Role.PREFILL, Role.TRANSFER, Role.DECODE])
+    record_request(opened, request_id="whole")
+    kept = {role: Keeping(recorder) for role, recorder in opened.items()}
+    record_request(kept, request_id="kill-1", start_ns=time.monotonic_ns() - 3_000_000_000,
+        stop_in="decode.generate", outcome=None)
+    kept[Role.GATEWAY].trace.mark(
+        Mark.COMPLETED, Outcome.FAILED, "worker_lost", "gateway", 502, 0)
+    for role in (Role.GATEWAY, Role.PREFILL, Role.TRANSFER):
+        kept[role].trace.end()
+        opened[role].close()
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("with_agent", [True, False])
+def test_killed_worker_is_named_in_the_headline_the_table_and_the_picture(
+    tmp_path: Path, with_agent: bool
+) -> None:
+    """The gateway lived on, and only said that the worker did not answer."""
+    arguments = [sys.executable, "-c", textwrap.dedent(DECODE_DIES), str(tmp_path / "rings")]
+    process = subprocess.Popen(arguments, cwd=ROOT)
+    assert process.wait(timeout=60) == -9
+    if with_agent:
+        run_agent(tmp_path / "rings", out=tmp_path, until_closed=True)
+    result = invoke("why", "kill-1", "--from", tmp_path)
+    text = " ".join(result.stdout.split())
+    assert re.match(
+        r"kill-1 failed \(worker_lost\) in decode\.generate: decode-0 was lost with it \(killed, "
+        r"or ended without a word\); [\d.]+ s in that stage, [\d.]+ s in all\. decode-0 "
+        rf"\(pid {process.pid}\) was killed, or ended without a word, with 1 request open\. ",
+        text,
+    ), text
+    lane = next(line for line in result.stdout.splitlines() if line.startswith("decode  "))
+    assert re.search(r"G▒{20,}✗$", lane.rstrip()), lane
+    assert re.search(r"^G +decode\.generate \(lost\) ", result.stdout, re.MULTILINE)
+    [request] = json.loads(invoke("why", "kill-1", "--json", "--from", tmp_path).stdout)["requests"]
+    assert request["verdict"]["cause"] == "decode-0 was lost"
+    assert len(request["standing"]) == 1
+    table = invoke("why", "--slowest", "2", "--from", tmp_path).stdout
+    assert re.search(r"^kill-1 .* decode-0 was lost *$", table, re.MULTILINE), table
+    if with_agent:
+        checked = " ".join(invoke("check", "--from", tmp_path).stdout.split())
+        assert "lost: kill-1: decode.generate was lost with decode-0" in checked
+
+
 def test_rings_alone_have_the_slowest_where_no_agent_wrote_traces(
     tmp_path: Path, recorders: Mapping[Role, Recorder]
 ) -> None:
