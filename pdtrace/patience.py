@@ -50,7 +50,7 @@ class Patience:
         if late_s < 0 and not (self._shown and doing != self._doing):
             return
         self._due_s, self._doing, self._shown = now_s + EVERY_S, doing, True
-        part = "" if share is None else f" {min(share, 1.0):.0%}"
+        part = "" if share is None else f" {min(share, 1.0) * 100:.0f} %"
         self._write(f"\r\x1b[Kpdtrace: {doing}{part}")
 
     def clear(self) -> None:

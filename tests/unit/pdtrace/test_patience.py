@@ -48,8 +48,8 @@ def test_long_work_shows_how_far_it_is_and_leaves_nothing_behind(clock: list[flo
     shown = terminal.getvalue().split("\r\x1b[K")
     assert shown == [
         "",
-        "pdtrace: reading 25%",
-        "pdtrace: reading 50%",
+        "pdtrace: reading 25 %",
+        "pdtrace: reading 50 %",
         "pdtrace: comparing",
         "",
     ]
