@@ -106,7 +106,8 @@ class Spill:
         if known is None:
             self.move(kind, self.end)
             return self.end
-        # Somebody may have removed files: what is behind the end can only be new.
+        if known > self.end:  # somebody removed files: what comes behind the end is new
+            self.move(kind, self.end)
         return min(known, self.end)
 
     def move(self, kind: str, cursor: SinkPosition) -> None:

@@ -4,7 +4,7 @@ Owns locking, layout and clean-up; starts no process. Layout (folders 0700, for 
 
     lock          held (flock) by the launcher for as long as the server runs
     server.json   endpoints, pids and settings of the server that runs or ran here
-    agent.json    where the agent answers; agent-state.json: how far it has read the rings
+    agent.json    where the agent answers; agent-state.json, export-cursors.json: how far it got
     config/       one JSON per process: what it was started with
     rings/        one ring file per process          ─┐ the recording:
     traces/       OTLP JSON lines written by the agent ├ kept when the server stops,
@@ -37,7 +37,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's shared memory, not 
 LATEST = "latest"
 _RECORDING = ("rings", "traces", "logs")
 _FOLDERS = (*_RECORDING, "config", "sock", "kv")
-_FILES = ("server.json", "agent.json", "agent-state.json")
+_FILES = ("server.json", "agent.json", "agent-state.json", "export-cursors.json")
 _POOL_MARGIN_BYTES = 16 * 1024 * 1024
 
 

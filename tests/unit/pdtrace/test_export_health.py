@@ -18,9 +18,10 @@ from pdtrace.export import ExportPlan
 from pdtrace.export_queue import TAKEN, Answer, QueueLimits, Sent
 from pdtrace.health import RunHealth, read_health
 from pdtrace.recorder import Recorder
-from pdtrace.sink import LOCK_NAME, FileSink
+from pdtrace.sink import LOCK_NAME, FileSink, SinkPosition
 from pdtrace.sources import read_source
 from pdtrace.spans import Span
+from pdtrace.spill import CURSORS_NAME, Spill
 from pdtrace.stages import Role
 from pdtrace.testing import open_recorders, record_request
 
@@ -200,3 +201,13 @@ def test_keys_of_the_totals_are_names(tmp_path: Path) -> None:
     found = keys(json.loads(json.dumps(facts)))
     assert {"spans_waiting", "lines_lost", "files_deleted"} <= set(found)
     assert [key for key in found if not key.isidentifier()] == []
+
+
+def test_cursor_behind_the_end_passes_over_nothing_that_is_written_later(tmp_path: Path) -> None:
+    """Somebody removed the files: what comes then is new, also for the agent after the next."""
+    end, later = SinkPosition(), SinkPosition(offset=500)
+    first = Spill(tmp_path / "traces", tmp_path / CURSORS_NAME, later)
+    first.move("otlp", later)
+    assert Spill(tmp_path / "traces", tmp_path / CURSORS_NAME, end).open_cursor("otlp") == end
+    further = SinkPosition(offset=900)
+    assert Spill(tmp_path / "traces", tmp_path / CURSORS_NAME, further).open_cursor("otlp") == end

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pdtrace.losses import STATE_NAME
+from pdtrace.spill import CURSORS_NAME
 from server import rundir
 from server.errors import StartError
 from server.rundir import RunDir, point_latest, remove_stale_pools, timestamped
@@ -150,3 +152,14 @@ def test_timestamped_never_returns_an_existing_path(tmp_path: Path) -> None:
     first = timestamped(tmp_path)
     first.mkdir()
     assert timestamped(tmp_path) != first
+
+
+def test_fresh_forgets_whatever_an_agent_noted_beside_the_traces(tmp_path: Path) -> None:
+    """Cursors of files that are gone would pass over new ones."""
+    noted = ("agent.json", STATE_NAME, CURSORS_NAME)
+    for name in noted:
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "mine.json").write_text("{}")
+    with RunDir.acquire(tmp_path, fresh=True):
+        assert [name for name in noted if (tmp_path / name).exists()] == []
+        assert (tmp_path / "mine.json").exists()
