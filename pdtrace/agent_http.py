@@ -42,8 +42,10 @@ MAX_REQUEST_BYTES = 16 * 1024
 """Request line and headers."""
 IDLE_S = 5.0
 """A client may leave its connection silent for so long."""
+HEAD_S = 2.0
+"""A client may take so long to send its request: those who dawdle take the places of others."""
 REQUEST_S = 15.0
-"""A request may take so long in all, however slowly a client sends or reads."""
+"""A request may take so long in all, however slowly a client reads."""
 
 _JSON = "application/json"
 _log = logging.getLogger(__name__)
@@ -253,7 +255,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """At most MAX_THREADS requests at a time, none longer than REQUEST_S."""
+    """At most MAX_THREADS requests at a time, none longer than REQUEST_S, read within HEAD_S."""
 
     daemon_threads = True
     block_on_close = False
@@ -262,7 +264,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
         self._places = threading.BoundedSemaphore(MAX_THREADS)
-        self._since: dict[socket.socket, float] = {}
+        self._until: dict[socket.socket, float] = {}
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
@@ -283,7 +285,7 @@ class _Server(ThreadingMixIn, WSGIServer):
                 pass  # it left; nothing is owed
             self.shutdown_request(request)
             return
-        self._since[request] = time.monotonic()
+        self._until[request] = time.monotonic() + HEAD_S
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread could be started
@@ -297,14 +299,18 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._leave(request)
 
     def _leave(self, request: socket.socket) -> None:
-        self._since.pop(request, None)
+        self._until.pop(request, None)
         self._places.release()
+
+    def head_read(self, request: socket.socket) -> None:
+        """A client has sent its request."""
+        self._until[request] = time.monotonic() + REQUEST_S - HEAD_S
 
     def service_actions(self) -> None:
         """Cut off who takes too long. Called by the accepting loop, some ten times a second."""
-        oldest = time.monotonic() - REQUEST_S
-        for request, since in list(self._since.items()):
-            if since < oldest:
+        now_s = time.monotonic()
+        for request, until_s in list(self._until.items()):
+            if until_s < now_s:
                 try:
                     request.shutdown(socket.SHUT_RDWR)
                 except OSError:
@@ -358,6 +364,7 @@ class _Handler(WSGIRequestHandler):
             self.raw_requestline = self.rfile.readline()
             if not self.parse_request():
                 return  # it has answered what was wrong
+            cast(_Server, self.server).head_read(cast(socket.socket, self.request))
         except OverflowError:
             self.request_version = self.command = self.requestline = ""
             self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)

@@ -203,7 +203,7 @@ def test_garbage_and_clients_that_leave_do_not_disturb(
 def test_silent_clients_are_cut_off_and_others_are_told_to_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(agent_http, "REQUEST_S", 0.5)
+    monkeypatch.setattr(agent_http, "HEAD_S", 0.5)
     served = Served()
     try:
         silent = [served.raw() for _ in range(MAX_THREADS)]
@@ -222,6 +222,15 @@ def test_silent_clients_are_cut_off_and_others_are_told_to_come_back(
             client.close()
     finally:
         served.http.close()
+
+
+def test_answer_may_take_longer_than_the_request(served: Served) -> None:
+    def slow() -> Look:
+        time.sleep(agent_http.HEAD_S + 0.5)
+        return LOOK
+
+    served.look = slow
+    assert served.get("/inflight")[0] == 200
 
 
 def test_answers_at_the_same_time(served: Served) -> None:
