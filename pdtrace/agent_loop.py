@@ -579,7 +579,7 @@ class Agent:
                 self._tracker.remember_finished(_request_span_ids(spans))
 
     def _keep_house(self) -> None:
-        """Writes the state, then deletes the rings that it no longer needs.
+        """Writes the state, then deletes the rings that it no longer needs, and drafts of rings.
 
         Raises AgentError when the run directory was deleted and is another agent's now.
         """
@@ -589,6 +589,7 @@ class Agent:
             self._state_path = None
             raise AgentError(f"{path.parent} is another agent's now: this one ends")
         self._steps.keep(self._tails.live)
+        self._tails.delete_drafts()
         rings, sink = self._tails.states(self._delivery.position or SinkPosition())
         stuck = dataclasses.asdict(self.config.stuck)
         with self._tails.lock:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 class AgentSummary:
     """Totals of one agent's life.
 
-    incomplete   requests whose root says `pd.incomplete`
+    incomplete   requests whose root, or else first span, says `pd.incomplete`
     spans        of requests; `steps` are forward passes that became spans of their own, and
                  `steps_left_out` those that would have, beyond the limit per second
     missed       records overwritten before they were read

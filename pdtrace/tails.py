@@ -29,6 +29,7 @@ from pdtrace.losses import LossBook, Losses, WriterEnd
 from pdtrace.process_view import process_now, processes_gone
 from pdtrace.resource import process_of
 from pdtrace.ring import RingPosition, RingReader, WriterState, scan_rings
+from pdtrace.ring.files import remove_drafts
 from pdtrace.ring.records import LossRecord, OpenRecord, Record, StepRecord
 from pdtrace.sink import SinkPosition
 from pdtrace.stages import Role
@@ -46,6 +47,8 @@ _MAX_READS = 64
 
 _MANY = 1_000
 """Finished requests whose first position may be kept behind one that is in flight for long."""
+
+_DRAFT_KEPT_S = 60.0
 
 _FOR_A_WHILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Errors of this host, not of a ring."""
@@ -395,6 +398,11 @@ class RingTails:
                 continue
             deleted += 1
         return deleted
+
+    def delete_drafts(self) -> None:
+        """Deletes rings whose writers died before these were made."""
+        for draft in remove_drafts(self.directory, older_than_s=_DRAFT_KEPT_S):
+            _log.info("%s is deleted: its writer died while it made it", one_line(draft.name))
 
     def close(self) -> None:
         """Closes the files. Idempotent."""

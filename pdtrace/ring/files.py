@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import re
+import time
 from itertools import count
 from pathlib import Path
 
@@ -70,6 +71,27 @@ def create_ring(
             "or a smaller capacity, or record nothing (Recorder.disabled())"
         ) from error
     raise AssertionError("count() does not end")
+
+
+def remove_drafts(directory: str | Path, *, older_than_s: float) -> list[Path]:
+    """Remove what writers left behind that died while they made their rings; which files.
+
+    Never raises: what cannot be removed stays.
+    """
+    removed: list[Path] = []
+    for draft in Path(directory).glob(f".*{SUFFIX}.draft"):
+        try:
+            fd = os.open(draft, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                if time.time() - os.fstat(fd).st_mtime < older_than_s or is_locked(fd):
+                    continue
+                draft.unlink()
+            finally:
+                os.close(fd)
+        except OSError:
+            continue
+        removed.append(draft)
+    return removed
 
 
 def _fill(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import signal
@@ -610,6 +611,25 @@ def test_requests_whose_gateway_records_were_overwritten_say_so_and_are_not_stuc
         assert set(told[1:]) == {None}
         assert told[0] == (None if name in whole else lost)
     assert (summary.stuck, summary.incomplete) == (1, 101 - len(whole))
+
+
+def test_drafts_of_rings_are_deleted_once_their_writers_are_gone(tmp_path: Path) -> None:
+    rings = tmp_path / "rings"
+    rings.mkdir()
+    fresh, left, held = (rings / f".{name}-1.ring.draft" for name in ("fresh", "left", "held"))
+    for draft in (fresh, left, held):
+        draft.touch()
+    for draft in (left, held):
+        os.utime(draft, (time.time() - 90, time.time() - 90))
+    (rings / ".folder-1.ring.draft").mkdir()
+    os.utime(rings / ".folder-1.ring.draft", (0, 0))
+    with held.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        agent = agent_of(tmp_path)
+        agent.poll()
+        assert (fresh.exists(), left.exists(), held.exists()) == (True, False, True)
+    agent.close()
+    assert (fresh.exists(), held.exists()) == (True, False)
 
 
 def test_file_that_is_no_ring_is_said_once_and_does_not_disturb(
