@@ -4,8 +4,8 @@ Pure: a timeline and a width in, lines of cells out. Each cell shows the stage t
 its share of time in that lane; a stage too short for a cell of its own is only in the table. Stages
 beside the chain are drawn where no chain stage is, pauses over the generation they interrupt. A
 stage that goes on in a request in flight ends in an arrow at the right edge. Of one that was lost
-with its process, what comes after the last that the process recorded of the request is drawn apart:
-nobody knows how long it lived.
+with its process, or whose worker gave no sign any more, what comes after the last that the process
+recorded of the request is drawn apart: nobody knows how long it lived.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
+from pdtrace import semconv as a
+from pdtrace.attributes import text as attribute_text
 from pdtrace.duration import seconds_text
 from pdtrace.intervals import paint
 from pdtrace.palette import LETTERS, fill_of
@@ -24,6 +26,7 @@ from pdtrace.timeline import UNEXPLAINED, StageVisit, Timeline
 
 LABEL_WIDTH = 10
 MIN_CELLS = 20
+_WORKER_LOST = "worker_lost"
 
 _LANES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
@@ -136,10 +139,11 @@ def draw(timeline: Timeline, *, width: int, ascii_only: bool, point_at: str | No
 
 
 def _lost(timeline: Timeline) -> Mapping[str, Sequence[tuple[int, int]]]:
-    """Per stage the time in which its process may have been gone."""
+    """Per stage the time in which its process may have been gone, or stopped."""
     lost: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for visit in timeline.visits:
-        if visit.outcome is Outcome.LOST:
+        reason = attribute_text(visit.attributes, a.OUTCOME_REASON)
+        if visit.outcome is Outcome.LOST or (visit.outcome and reason == _WORKER_LOST):
             lost[visit.name].append((_last_sign(timeline, visit), visit.end_ns))
     return lost
 

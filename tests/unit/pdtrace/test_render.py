@@ -412,6 +412,18 @@ def test_what_the_recording_lacks_stands_beside_the_conclusion() -> None:
     assert "The recorder of decode-0 lost 123 records while this request was open." in head
 
 
+@pytest.mark.parametrize("reason", ["worker_lost", "deadline"])
+def test_worker_that_gave_no_sign_any_more_is_not_drawn_at_work(reason: str) -> None:
+    """From its last sign on; a request that merely timed out was worked on until then."""
+    story = replace(stalled(), outcome=Outcome.FAILED, reason=reason, ends_in="decode.generate")
+    known: dict[str, AttrValue] = {a.OUTCOME_REASON.key: reason}
+    text = view_of(with_attributes(story.trace(), "decode.generate", known))
+    lane = next(line for line in text.splitlines() if line.startswith("decode  "))
+    assert bool(re.search(r"▒{5,}✗$", lane)) is (reason == "worker_lost")
+    assert bool(re.search(r"█{5,}$", lane)) is (reason == "deadline")
+    assert "(lost)" not in text
+
+
 def test_missing_stages_are_said_once_in_one_line() -> None:
     trace = Story().trace()
     cut = replace(
