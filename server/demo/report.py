@@ -100,7 +100,7 @@ def compare(
     if len(timelines) != len(requests):
         problems.append(f"the recording has {len(timelines)} requests, {len(requests)} were sent")
     if unexplained > MAX_UNEXPLAINED:
-        problems.append(f"{unexplained:.1%} of the time is unexplained")
+        problems.append(f"{unexplained * 100:.1f} % of the time is unexplained")
     for timeline in timelines:
         inexact = sum(part.ns for part in timeline.parts) != timeline.total_ns
         if inexact or timeline.violations:

@@ -168,7 +168,7 @@ def print_report(report: Report, run_dir: Path, console: Console) -> None:
     wrongly = sum(item.blamed is not None for item in healthy)
     console.print(
         f"\n{right} of {held} stalls blamed on their own stage; {wrongly} of {len(healthy)} "
-        f"healthy requests blamed; {report.unexplained:.3%} of the time unexplained."
+        f"healthy requests blamed; {report.unexplained * 100:.3f} % of the time unexplained."
     )
     worst = next((item for item in report.slow if item.blamed), None)
     if worst is not None and worst.timeline is not None and worst.verdict is not None:
@@ -205,7 +205,7 @@ def _row(item: Judged) -> tuple[str, ...]:
         item.request.request_id,
         f"{item.total_ns / 1e9:.2f} s",
         item.blamed or "-",
-        f"{item.share:.0%}",
+        f"{item.share * 100:.0f} %",
         cause or "",
     )
 

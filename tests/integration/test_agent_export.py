@@ -362,7 +362,9 @@ def test_metrics_count_requests_whatever_is_exported(tmp_path: Path, sampler: st
             def completed() -> float:
                 text = httpx.get(f"{url}/metrics", trust_env=False).text
                 lines = [
-                    line for line in text.splitlines() if line.startswith("pd_finished_requests_total{")
+                    line
+                    for line in text.splitlines()
+                    if line.startswith("pd_finished_requests_total{")
                 ]
                 return sum(float(line.split()[-1]) for line in lines)
 

@@ -221,7 +221,9 @@ def test_finished_requests_are_in_the_metrics(server: RunningServer) -> None:
     done = metric(server, "pd_finished_requests_total", outcome="completed")
     answer = ask(server, Ask(prompt="one more", max_tokens=4, stream=True, request_id="counted"))
     assert answer.status == 200
-    eventually(lambda: metric(server, "pd_finished_requests_total", outcome="completed") == done + 1)
+    eventually(
+        lambda: metric(server, "pd_finished_requests_total", outcome="completed") == done + 1
+    )
     counted = metric(server, "pd_stage_duration_seconds_count", stage="prefill.compute")
     assert counted >= done
     accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
