@@ -6,7 +6,7 @@ import gzip
 import socket
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent import futures
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -212,6 +212,30 @@ def black_hole() -> Generator[Received]:
 
 
 @contextmanager
+def _answering(answer: Callable[[socket.socket], None], received: Received) -> Generator[None]:
+    """Hands each connection to a thread of its own; `received` learns the address."""
+
+    def accept(listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(16)
+        received.port = listener.getsockname()[1]
+        received.endpoint = f"http://127.0.0.1:{received.port}"
+        threading.Thread(target=accept, args=(listener,), daemon=True).start()
+        try:
+            yield
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
 def raw_receiver(
     head: bytes, body: Sequence[bytes], *, endless: bool = False
 ) -> Generator[Received]:
@@ -240,25 +264,11 @@ def raw_receiver(
             except OSError:
                 pass  # the client has gone
 
-    def accept(listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=answer, args=(connection,), daemon=True).start()
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(16)
-        received.port = listener.getsockname()[1]
-        received.endpoint = f"http://127.0.0.1:{received.port}"
-        threading.Thread(target=accept, args=(listener,), daemon=True).start()
+    with _answering(answer, received):
         try:
             yield received
         finally:
             over.set()
-            listener.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
@@ -268,6 +278,7 @@ def trickling_receiver(interval_s: float = 0.2) -> Generator[Received]:
     over = threading.Event()
 
     def answer(connection: socket.socket) -> None:
+        received.calls += 1
         with connection:
             connection.settimeout(0.1)
             try:
@@ -281,26 +292,11 @@ def trickling_receiver(interval_s: float = 0.2) -> Generator[Received]:
             except OSError:
                 pass  # the client has gone
 
-    def accept(listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            received.calls += 1
-            threading.Thread(target=answer, args=(connection,), daemon=True).start()
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(16)
-        received.port = listener.getsockname()[1]
-        received.endpoint = f"http://127.0.0.1:{received.port}"
-        threading.Thread(target=accept, args=(listener,), daemon=True).start()
+    with _answering(answer, received):
         try:
             yield received
         finally:
             over.set()
-            listener.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
