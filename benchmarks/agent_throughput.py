@@ -47,23 +47,23 @@ from opentelemetry.trace import (
 
 from benchmarks.otlp_sink import running
 from pdtrace import Mark, Recorder, RequestContext, Role, WaitReason
-from pdtrace.agent import Agent, collect_garbage_rarely
-from pdtrace.assembly import assemble
-from pdtrace.collected import CollectedRequest
-from pdtrace.export import ExportPlan
-from pdtrace.export_queue import MAX_BATCH_SPANS, Answer, QueueLimits, Sent, Target
-from pdtrace.export_targets import otlp_http_target, sdk_target
-from pdtrace.judging import RollingJudge
-from pdtrace.otlp import encode_line
-from pdtrace.otlp_proto import serialize_request
-from pdtrace.resource import process_of
+from pdtrace.agent.command import Agent, collect_garbage_rarely
+from pdtrace.agent.judging import RollingJudge
+from pdtrace.assembly.collected import CollectedRequest
+from pdtrace.assembly.request_spans import assemble
+from pdtrace.assembly.resource import process_of
+from pdtrace.assembly.tracker import RequestTracker
+from pdtrace.export.queue import MAX_BATCH_SPANS, Answer, QueueLimits, Sent, Target
+from pdtrace.export.settings import ExportPlan
+from pdtrace.export.targets import otlp_http_target, sdk_target
+from pdtrace.otlp.json_lines import encode_line
+from pdtrace.otlp.protobuf import serialize_request
 from pdtrace.ring import RingReader, scan_rings
 from pdtrace.ring.layout import RingCapacity
 from pdtrace.ring.records import Record, Value
 from pdtrace.spans import Span
 from pdtrace.stages import StepKind
 from pdtrace.testing import Wait, open_recorders, record_request
-from pdtrace.tracker import RequestTracker
 
 ROLES = (Role.GATEWAY, Role.PREFILL, Role.TRANSFER, Role.DECODE)
 RINGS = RingCapacity(blocks=512, block_bytes=64 * 1024)

@@ -24,10 +24,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pdtrace import Mark, Recorder, RequestContext, Role, WaitReason
-from pdtrace.resource import process_of
+from pdtrace.assembly.resource import process_of
+from pdtrace.assembly.tracker import RequestTracker
 from pdtrace.ring.layout import RingCapacity
 from pdtrace.ring.reader import RingReader
-from pdtrace.tracker import RequestTracker
 
 ROLES = (Role.GATEWAY, Role.DECODE, Role.PREFILL)
 STAGE = "prefill.queue"

@@ -1,7 +1,7 @@
 """Whether a recording keeps what pdtrace promises: time adds up, ids agree, nothing is missing.
 
-Owns rules over a whole recording; rules over one request are `pdtrace.violations`'s, what became of
-the processes is `pdtrace.health`'s. Pure.
+Owns rules over a whole recording; rules over one request are `pdtrace.analysis.violations`'s, what
+became of the processes is `pdtrace.live.health`'s. Pure.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pdtrace import semconv as a
-from pdtrace.attributes import text
-from pdtrace.health import ProcessHealth, RunHealth
-from pdtrace.host_clocks import HostSummary, clock_breach, summarize_clocks
-from pdtrace.losses import WriterEnd
-from pdtrace.placement import is_attempt, is_root, split_requests, stage_of
-from pdtrace.skew import MAX_SKEW_NS
-from pdtrace.sources import Recording
+from pdtrace.analysis.attributes import text
+from pdtrace.analysis.host_clocks import HostSummary, clock_breach, summarize_clocks
+from pdtrace.analysis.placement import is_attempt, is_root, split_requests, stage_of
+from pdtrace.analysis.skew import MAX_SKEW_NS
+from pdtrace.analysis.sources import Recording
+from pdtrace.analysis.timeline import Timeline, build_timeline
+from pdtrace.analysis.violations import ViolationKind
+from pdtrace.export.spill import Waiting
+from pdtrace.live.health import ProcessHealth, RunHealth
+from pdtrace.ring.losses import WriterEnd
 from pdtrace.spans import Trace
-from pdtrace.spill import Waiting
 from pdtrace.stages import Mode, Outcome, Role
-from pdtrace.timeline import Timeline, build_timeline
-from pdtrace.violations import ViolationKind
 
 MAX_UNEXPLAINED_SHARE = 0.01
 MAX_EXAMPLES = 5

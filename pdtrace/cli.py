@@ -1,7 +1,8 @@
 """The `pdtrace` command.
 
-Owns options, selection, exit codes and where output goes; what is shown is `pdtrace.render`'s and
-`pdtrace.documents`'. No error reaches a user as a traceback.
+Owns options, selection, exit codes and where output goes; what is shown is
+`pdtrace.terminal.render`'s and `pdtrace.terminal.documents`'. No error reaches a user as a
+traceback.
 
 Exit codes: 0 done; 1 `check` found violations; 2 bad input or usage; 70 a fault of pdtrace itself
 (`PDTRACE_DEBUG=1` shows the traceback); 130 interrupted, but for `pdtrace top`, which ends so: 0.
@@ -25,33 +26,40 @@ from rich.console import Console
 from rich.text import Text
 
 import pdtrace
+from pdtrace.analysis.skew import MAX_SKEW_NS
+from pdtrace.analysis.sources import (
+    default_source,
+    empty_recording,
+    read_sources,
+    run_directories,
+)
+from pdtrace.analysis.timeline import Timeline
+from pdtrace.analysis.verdict import Baselines, Verdict, judge
 from pdtrace.check import check_recording
-from pdtrace.documents import stages_document, why_document
 from pdtrace.duration import seconds_text
 from pdtrace.errors import PdtraceError, SourceError
-from pdtrace.health import read_health
-from pdtrace.live import DEFAULT_TIMEOUT_S, LookSource
+from pdtrace.live.health import read_health
+from pdtrace.live.looks import DEFAULT_TIMEOUT_S, LookSource
+from pdtrace.live.run_looks import open_looks, run_of_agent
 from pdtrace.patience import Patience
-from pdtrace.render import MAX_WIDTH, check_view, clean, stages_view, summary_table, why_view
-from pdtrace.run_looks import open_looks, run_of_agent
-from pdtrace.selection import (
+from pdtrace.stages import STAGE_BY_NAME
+from pdtrace.terminal.documents import stages_document, why_document
+from pdtrace.terminal.render import (
+    MAX_WIDTH,
+    check_view,
+    clean,
+    stages_view,
+    summary_table,
+    why_view,
+)
+from pdtrace.terminal.selection import (
     Selection,
     SeveralRequestsError,
     select_in_flight,
     select_request,
     select_slowest,
 )
-from pdtrace.skew import MAX_SKEW_NS
-from pdtrace.sources import (
-    default_source,
-    empty_recording,
-    read_sources,
-    run_directories,
-)
-from pdtrace.stages import STAGE_BY_NAME
-from pdtrace.timeline import Timeline
-from pdtrace.top import DEFAULT_INTERVAL_S, DEFAULT_LIMIT, follow, top_document, top_view
-from pdtrace.verdict import Baselines, Verdict, judge
+from pdtrace.terminal.top import DEFAULT_INTERVAL_S, DEFAULT_LIMIT, follow, top_document, top_view
 
 EXIT_VIOLATIONS = 1
 EXIT_BAD_INPUT = 2
@@ -513,7 +521,7 @@ def agent(
 ) -> int:
     """Tail the rings of this host; write and export the spans of finished requests."""
     # It brings the exporters with it, which no other command needs.
-    from pdtrace.agent import agent_command, agent_config, http_config  # noqa: PLC0415
+    from pdtrace.agent.command import agent_command, agent_config, http_config  # noqa: PLC0415
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     return agent_command(

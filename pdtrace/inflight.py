@@ -1,7 +1,8 @@
 """A look at what is in flight, as `/inflight` sends it and `pdtrace top` shows it. Shapes only.
 
-Times are seconds before the instant of the look. Who fills these in: `pdtrace.tracker` (requests),
-`pdtrace.tails` (processes). Both sides read the same JSON, so fields are added, never renamed.
+Times are seconds before the instant of the look. Who fills these in: `pdtrace.assembly.tracker`
+(requests), `pdtrace.agent.tails` (processes). Both sides read the same JSON, so fields are added,
+never renamed.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """The recording's agent as a child of the launcher: `pdtrace.agent` over this server's rings.
 
-Owns the mapping from settings to the agent; what it does is `pdtrace.agent`'s.
+Owns the mapping from settings to the agent; what it does is `pdtrace.agent.command`'s.
 """
 
 from __future__ import annotations
 
-from pdtrace.agent import AgentConfig, HttpConfig, run_agent
+from pdtrace.agent.command import AgentConfig, HttpConfig, run_agent
 from pdtrace.errors import PdtraceError
+from pdtrace.live.stuck import StuckPolicy
 from pdtrace.stopping import StopFlag, stop_on_signals
-from pdtrace.stuck import StuckPolicy
 from server.config import NO_AGENT_HTTP, ProcessConfig
 from server.errors import StartError
 from server.request import stage_deadlines

@@ -1,8 +1,8 @@
 """Compares what the recording says with what was done to each request.
 
-Owns the demo's pass criterion; verdicts come from `pdtrace.verdict`, never from the scenario. A
-request passes if the stage blamed is the one that was held up, and for at least as long; one that
-nobody touched passes if no stage is blamed.
+Owns the demo's pass criterion; verdicts come from `pdtrace.analysis.verdict`, never from the
+scenario. A request passes if the stage blamed is the one that was held up, and for at least as
+long; one that nobody touched passes if no stage is blamed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdtrace.sources import read_source
+from pdtrace.analysis.sources import read_source
+from pdtrace.analysis.timeline import Timeline, build_timelines
+from pdtrace.analysis.verdict import Verdict, VerdictPolicy, judge_all
 from pdtrace.stages import Outcome
-from pdtrace.timeline import Timeline, build_timelines
-from pdtrace.verdict import Verdict, VerdictPolicy, judge_all
 from server.demo.drive import ClientView
 from server.demo.scenario import DemoRequest
 

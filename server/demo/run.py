@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pdtrace.errors import PdtraceError
-from pdtrace.render import why_view
+from pdtrace.terminal.render import why_view
 from server.children import PROJECT_ROOT
 from server.demo import scenario
 from server.demo.drive import ClientView, play

@@ -21,7 +21,7 @@ from prometheus_client import (
 from prometheus_client.exposition import choose_encoder
 
 import pdtrace
-from pdtrace.buckets import duration_edges_from
+from pdtrace.agent.buckets import duration_edges_from
 from pdtrace.stages import Outcome
 from server.gateway.openai_api import Operation
 from server.gateway.registry import MemberReport, MemberState

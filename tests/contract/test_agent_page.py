@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pdtrace.agent_metrics import AgentMetrics, AgentNumbers, Exposition
-from pdtrace.agent_summary import AgentSummary
+from pdtrace.agent.metrics import AgentMetrics, AgentNumbers, Exposition
+from pdtrace.agent.summary import AgentSummary
 from pdtrace.inflight import Look, ProcessNow, ProcessState
 from pdtrace.stages import Gauge
 

@@ -27,7 +27,21 @@ TORCH_AREA = re.compile(r"server\.(engine\.\w+|kv\.transfer\.cuda_\w+)")
 PURE = re.compile(
     r"server\.(\w+\.)*(policy|\w+_policy|routing|layout|pages|radix|states?|\w+_states?|messages"
     r"|config|errors|request|base)"
-    r"|pdtrace\.(stages|semconv|spans|timeline|violations|placement|intervals|verdict)"
+    r"|pdtrace\.(stages|semconv|spans)"
+    r"|pdtrace\.analysis\.(timeline|violations|placement|intervals|verdict)"
+)
+# The parts of `pdtrace`, lowest first: none imports what stands on a line below its own, nor its
+# neighbour on the line. Flat modules that are not named here are what everything stands on.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("ring", "otlp"),
+    ("assembly",),
+    ("analysis", "export"),
+    ("live",),
+    ("agent",),
+    ("check",),
+    ("terminal",),
+    ("cli",),
+    ("__main__",),
 )
 ZMQ_AREA = re.compile(r"server\.wire\.sockets|server\.kv\.transfer\.\w+")
 
@@ -120,6 +134,26 @@ def torch_modules() -> set[str]:
 def test_pdtrace_imports_neither_server_nor_engine_libraries() -> None:
     forbidden = ("server", "dashboards", "torch", "zmq", "transformers", "numpy")
     assert offenders(modules("pdtrace").items(), forbidden) == []
+
+
+def upward_imports() -> Iterator[str]:
+    rank = {part: level for level, layer in enumerate(LAYERS) for part in layer}
+    for name, path in modules("pdtrace").items():
+        part = [*name.split("."), ""][1]
+        for target in imported(path):
+            top, _, rest = target.partition(".")
+            other = rest.partition(".")[0]
+            if top != "pdtrace" or other == part or other not in rank:
+                continue
+            # A part that is not named (1) stands on rings at the most, as `recorder` does.
+            if rank[other] >= rank.get(part, 1):
+                yield f"{name} imports {target}"
+
+
+def test_packages_of_pdtrace_import_downwards_only() -> None:
+    folders = {path.parent.name for path in (ROOT / "pdtrace").glob("*/__init__.py")}
+    assert folders == {part for layer in LAYERS for part in layer} - {"check", "cli", "__main__"}
+    assert list(upward_imports()) == []
 
 
 def test_import_of_a_forbidden_package_is_found_wherever_it_stands(tmp_path: Path) -> None:

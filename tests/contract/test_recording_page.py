@@ -74,7 +74,7 @@ def test_names_in_the_page_exist() -> None:
     for name in ("PREFILL", "TRANSFER", "DECODE"):
         assert name in pdtrace.Role.__members__
     assert {"extract", "inject"} <= set(pdtrace.__all__)
-    ours = (ROOT / "pdtrace" / "export.py").read_text()
+    ours = (ROOT / "pdtrace" / "export" / "settings.py").read_text()
     of_the_sdk = {"OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_EXPORTER_OTLP_HEADERS"}
     for variable in re.findall(r"`(OTEL_[A-Z_]+)`", PAGE):
         assert variable in ours or variable in of_the_sdk

@@ -20,15 +20,15 @@ import httpx
 import pytest
 
 from pdtrace import semconv as a
+from pdtrace.analysis.sources import read_source
 from pdtrace.check import check_recording
-from pdtrace.export_queue import MAX_BATCH_SPANS
-from pdtrace.otlp import decode_line
+from pdtrace.export.queue import MAX_BATCH_SPANS
+from pdtrace.export.sink import lines_since
+from pdtrace.otlp.json_lines import decode_line
 from pdtrace.propagation import RequestContext, extract
 from pdtrace.recorder import Recorder
 from pdtrace.ring import RingCapacity, RingReader, scan_rings
 from pdtrace.ring.layout import Counter as RingCounter
-from pdtrace.sink import lines_since
-from pdtrace.sources import read_source
 from pdtrace.spans import Span
 from pdtrace.stages import Mark, Role
 from pdtrace.testing import open_recorders, record_request
@@ -455,7 +455,7 @@ WITHOUT = """
 
     sys.meta_path.insert(0, Hide())
     sys.argv[0] = "pdtrace agent"
-    from pdtrace.agent import main
+    from pdtrace.agent.command import main
     sys.exit(main())
     """
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdtrace.agent_http import read_address
+from pdtrace.agent.endpoint import read_address
 from pdtrace.stages import CHAINS, STAGE_BY_NAME, Mode
 from tests.support.completions import Ask, ask_all
 from tests.support.server import RunningServer

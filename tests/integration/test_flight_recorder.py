@@ -21,8 +21,8 @@ import httpx
 import pytest
 
 from pdtrace import semconv as a
+from pdtrace.analysis.sources import read_source
 from pdtrace.ring import MarkRecord, OpenRecord, RingReader, scan_rings
-from pdtrace.sources import read_source
 from pdtrace.spans import Span, Trace
 from pdtrace.stages import CHAINS, ROOT_SPAN, Mark, Mode, Outcome
 from tests.support.completions import Ask, ask

@@ -23,7 +23,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdtrace import semconv as a
-from pdtrace.sources import read_source
+from pdtrace.analysis.sources import read_source
 from tests.integration.conftest import FAST_FAKE
 from tests.support.completions import Ask, ask, ask_all
 from tests.support.server import ROOT, RunningServer, running_server

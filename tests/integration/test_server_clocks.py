@@ -16,13 +16,13 @@ import pytest
 
 from pdtrace import RingReader
 from pdtrace import semconv as a
-from pdtrace.attributes import integer, text
+from pdtrace.analysis.attributes import integer, text
+from pdtrace.analysis.skew import ClockBasis
+from pdtrace.analysis.sources import Recording, read_source
+from pdtrace.analysis.timeline import Timeline, build_timelines
 from pdtrace.check import CheckReport, check_recording
 from pdtrace.ring.records import ClockRecord, MarkRecord, OpenRecord
-from pdtrace.skew import ClockBasis
-from pdtrace.sources import Recording, read_source
 from pdtrace.stages import Mark, Outcome
-from pdtrace.timeline import Timeline, build_timelines
 from tests.integration.conftest import FAST_FAKE
 from tests.support.completions import Ask, ask, ask_all
 from tests.support.server import RunningServer, running_server

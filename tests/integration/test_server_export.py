@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pdtrace.otlp import decode_line
-from pdtrace.sink import lines_since
+from pdtrace.export.sink import lines_since
+from pdtrace.otlp.json_lines import decode_line
 from tests.integration.conftest import FAST_FAKE
 from tests.support.otlp_receivers import http_receiver, silent_receiver
 from tests.support.server import RunningServer, running_server

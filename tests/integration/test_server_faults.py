@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from pdtrace.sources import read_source
+from pdtrace.analysis.sources import read_source
+from pdtrace.analysis.timeline import Timeline, build_timelines
+from pdtrace.analysis.verdict import Verdict, judge_all
 from pdtrace.stages import CHAINS, Mode
-from pdtrace.timeline import Timeline, build_timelines
-from pdtrace.verdict import Verdict, judge_all
 from tests.integration.conftest import FAST_FAKE
 from tests.support.completions import Ask, ask, ask_all
 from tests.support.server import running_server

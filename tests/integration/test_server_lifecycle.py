@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
-from pdtrace.sources import read_source
+from pdtrace.analysis.sources import read_source
+from pdtrace.analysis.timeline import build_timelines
 from pdtrace.stages import Outcome
-from pdtrace.timeline import build_timelines
 from tests.support.completions import Ask, ask
 from tests.support.server import ROOT, RunningServer, is_running, running_server
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pdtrace.sources import read_source
+from pdtrace.analysis.sources import read_source
+from pdtrace.analysis.timeline import Timeline, build_timelines
 from pdtrace.stages import Outcome
-from pdtrace.timeline import Timeline, build_timelines
 from server.engine.fake import expected_tokens
 from tests.support.completions import Ask, ask_all
 from tests.support.server import running_server

@@ -12,10 +12,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from pdtrace import Gauge, RingReader, Role, scan_rings
 from pdtrace import semconv as a
-from pdtrace.sources import Recording, read_source
+from pdtrace.analysis.sources import Recording, read_source
+from pdtrace.analysis.timeline import Timeline, build_timelines
 from pdtrace.spans import Span, Trace
 from pdtrace.stages import CHAINS, Outcome
-from pdtrace.timeline import Timeline, build_timelines
 from tests.integration.conftest import FAST_FAKE
 from tests.support.completions import Answer, Ask, ask, ask_all
 from tests.support.jaeger_critical_path import critical_path

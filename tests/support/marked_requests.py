@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from pdtrace import semconv as a
+from pdtrace.assembly.collected import AttemptIds, CollectedRequest, Leg, Process
 from pdtrace.clock import ClockAnchor
-from pdtrace.collected import AttemptIds, CollectedRequest, Leg, Process
 from pdtrace.ring.records import MarkRecord, Value
 from pdtrace.semconv import Attr
 from pdtrace.spans import Resource, Span

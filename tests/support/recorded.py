@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 
 from pdtrace import semconv as a
+from pdtrace.analysis.sources import read_source
 from pdtrace.errors import SourceError
-from pdtrace.sources import read_source
 from pdtrace.spans import Span
 from pdtrace.stages import ROOT_SPAN
 from tests.support.server import RunningServer

@@ -20,8 +20,8 @@ import msgspec
 import pytest
 
 from pdtrace import semconv as a
-from pdtrace import tails
-from pdtrace.agent import (
+from pdtrace.agent import tails
+from pdtrace.agent.command import (
     STATE_NAME,
     Agent,
     AgentConfig,
@@ -30,21 +30,21 @@ from pdtrace.agent import (
     main,
     run_agent,
 )
+from pdtrace.analysis.sources import read_source
+from pdtrace.analysis.timeline import build_timelines
 from pdtrace.check import check_recording
-from pdtrace.delivery import TRACES_NAME
-from pdtrace.export import ExportPlan
-from pdtrace.export_queue import TAKEN, Answer
-from pdtrace.otlp import decode_line
+from pdtrace.export.delivery import TRACES_NAME
+from pdtrace.export.queue import TAKEN, Answer
+from pdtrace.export.settings import ExportPlan
+from pdtrace.export.sink import SinkError, lines_since
+from pdtrace.live.stuck import StuckPolicy
+from pdtrace.otlp.json_lines import decode_line
 from pdtrace.propagation import RemoteParent, RequestContext
 from pdtrace.recorder import Recorder
 from pdtrace.ring import RingCapacity, scan_rings
-from pdtrace.sink import SinkError, lines_since
-from pdtrace.sources import read_source
 from pdtrace.spans import Span, StatusCode
 from pdtrace.stages import CHAINS, Mark, Mode, Outcome, Role, WaitReason
-from pdtrace.stuck import StuckPolicy
 from pdtrace.testing import open_recorders, record_request
-from pdtrace.timeline import build_timelines
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICK = AgentConfig(poll_s=0.01, idle_poll_s=0.02, grace_s=0.2, flush_s=0.5, state_s=0.02)

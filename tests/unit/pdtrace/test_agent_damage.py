@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 
 from pdtrace import semconv as a
-from pdtrace.agent import STATE_NAME, Agent, AgentConfig, AgentError, AgentSummary
-from pdtrace.delivery import TRACES_NAME
-from pdtrace.losses import read_losses
-from pdtrace.otlp import decode_line
+from pdtrace.agent.command import STATE_NAME, Agent, AgentConfig, AgentError, AgentSummary
+from pdtrace.export.delivery import TRACES_NAME
+from pdtrace.export.sink import lines_since
+from pdtrace.otlp.json_lines import decode_line
 from pdtrace.propagation import RequestContext
 from pdtrace.recorder import Recorder, RequestTrace
 from pdtrace.ring import RingCapacity, scan_rings
-from pdtrace.sink import lines_since
+from pdtrace.ring.losses import read_losses
 from pdtrace.spans import Span
 from pdtrace.stages import Mark, Mode, Outcome, Role
 from pdtrace.testing import open_recorders, record_request

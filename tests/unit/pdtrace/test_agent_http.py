@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdtrace import agent_http
-from pdtrace.agent_http import (
+from pdtrace.agent import endpoint as agent_endpoint
+from pdtrace.agent.endpoint import (
     ADDRESS_NAME,
     MAX_THREADS,
     AgentHttp,
@@ -203,7 +203,7 @@ def test_garbage_and_clients_that_leave_do_not_disturb(
 def test_silent_clients_are_cut_off_and_others_are_told_to_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(agent_http, "HEAD_S", 0.5)
+    monkeypatch.setattr(agent_endpoint, "HEAD_S", 0.5)
     served = Served()
     try:
         silent = [served.raw() for _ in range(MAX_THREADS)]
@@ -226,7 +226,7 @@ def test_silent_clients_are_cut_off_and_others_are_told_to_come_back(
 
 def test_answer_may_take_longer_than_the_request(served: Served) -> None:
     def slow() -> Look:
-        time.sleep(agent_http.HEAD_S + 0.5)
+        time.sleep(agent_endpoint.HEAD_S + 0.5)
         return LOOK
 
     served.look = slow

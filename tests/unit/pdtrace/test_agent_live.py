@@ -23,19 +23,19 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from pdtrace import semconv as a
-from pdtrace.agent import STATE_NAME, Agent, AgentConfig, main, run_agent
-from pdtrace.agent_http import read_address
-from pdtrace.agent_loop import MAX_STUCK_LINES
-from pdtrace.agent_metrics import AgentMetrics
-from pdtrace.delivery import TRACES_NAME, Delivery
+from pdtrace.agent.command import STATE_NAME, Agent, AgentConfig, main, run_agent
+from pdtrace.agent.endpoint import read_address
+from pdtrace.agent.loop import MAX_STUCK_LINES
+from pdtrace.agent.metrics import AgentMetrics
+from pdtrace.export.delivery import TRACES_NAME, Delivery
+from pdtrace.export.sink import lines_since
 from pdtrace.inflight import Look, ProcessNow, ProcessState
-from pdtrace.otlp import decode_line
+from pdtrace.live.stuck import StuckPolicy
+from pdtrace.otlp.json_lines import decode_line
 from pdtrace.propagation import RequestContext
 from pdtrace.recorder import Recorder
-from pdtrace.sink import lines_since
 from pdtrace.spans import Span
 from pdtrace.stages import Gauge, Mark, Mode, Outcome, Role, StepKind, WaitReason
-from pdtrace.stuck import StuckPolicy
 from pdtrace.testing import open_recorders, record_request
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -168,7 +168,7 @@ def test_look_and_health_answer_while_delivery_hangs(
         assert go_on.wait(WITHIN_S)
 
     monkeypatch.setattr(Delivery, "deliver", deliver)
-    monkeypatch.setattr("pdtrace.agent_loop.KEEPS_UP_S", 0.2)
+    monkeypatch.setattr("pdtrace.agent.loop.KEEPS_UP_S", 0.2)
     record_request(recorders, request_id="done")
     traces = reserving(recorders, "waits")
     agent = Agent(tmp_path / "rings", out=tmp_path, config=QUICK)
@@ -188,7 +188,7 @@ def test_look_and_health_answer_while_delivery_hangs(
 def test_look_at_many_is_taken_in_parts_and_shared_while_it_is_fresh(
     tmp_path: Path, recorders: Mapping[Role, Recorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdtrace.agent_loop._LOOK_AT_ONCE", 2)
+    monkeypatch.setattr("pdtrace.agent.loop._LOOK_AT_ONCE", 2)
     agent = Agent(tmp_path / "rings", out=tmp_path, config=QUICK)
     for number in range(5):
         reserving(recorders, f"r-{number}")
@@ -196,8 +196,8 @@ def test_look_at_many_is_taken_in_parts_and_shared_while_it_is_fresh(
     first = agent.look()
     assert [request.request_id for request in first.requests] == [f"r-{n}" for n in range(5)]
     assert agent.look() is not first  # a quick one is never shown again
-    monkeypatch.setattr("pdtrace.agent_loop._LONG_LOOK_S", -1.0)
-    monkeypatch.setattr("pdtrace.agent_loop._LOOK_KEEPS", 1e9)
+    monkeypatch.setattr("pdtrace.agent.loop._LONG_LOOK_S", -1.0)
+    monkeypatch.setattr("pdtrace.agent.loop._LOOK_KEEPS", 1e9)
     second = agent.look()
     assert agent.look() is second
     agent.close()
@@ -563,7 +563,7 @@ def test_without_prometheus_client_only_http_is_missing(
 ) -> None:
     for name in [n for n in sys.modules if n.partition(".")[0] == "prometheus_client"]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ("pdtrace.agent_metrics", "pdtrace.tallies"):
+    for name in ("pdtrace.agent.metrics", "pdtrace.agent.tallies"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     record_request(recorders)

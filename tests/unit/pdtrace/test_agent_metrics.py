@@ -10,17 +10,17 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from pdtrace import semconv as a
-from pdtrace.agent_metrics import AgentMetrics, AgentNumbers, Exposition
-from pdtrace.agent_summary import AgentSummary
-from pdtrace.assembly import assemble
-from pdtrace.buckets import COUNT_EDGES, DURATION_EDGES_S, duration_edges
-from pdtrace.collected import CollectedRequest
+from pdtrace.agent.buckets import COUNT_EDGES, DURATION_EDGES_S, duration_edges
+from pdtrace.agent.metrics import AgentMetrics, AgentNumbers, Exposition
+from pdtrace.agent.summary import AgentSummary
+from pdtrace.agent.tallies import MAX_SERIES, MAX_VALUES, OTHER, Counts, Errors, Histogram
+from pdtrace.assembly.collected import CollectedRequest
+from pdtrace.assembly.request_spans import assemble
 from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState
-from pdtrace.losses import Losses, RingLosses
+from pdtrace.ring.losses import Losses, RingLosses
 from pdtrace.ring.records import StepRecord
 from pdtrace.spans import Span
 from pdtrace.stages import CHAINS, Mode, Role, StepKind
-from pdtrace.tallies import MAX_SERIES, MAX_VALUES, OTHER, Counts, Errors, Histogram
 from tests.support.copies import replace
 from tests.support.marked_requests import (
     DECODE,

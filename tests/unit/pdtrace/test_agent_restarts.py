@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 
 from pdtrace import semconv as a
-from pdtrace.agent import STATE_NAME, Agent, AgentConfig, AgentSummary
-from pdtrace.delivery import TRACES_NAME
-from pdtrace.losses import WriterEnd, read_losses
-from pdtrace.otlp import decode_line
+from pdtrace.agent.command import STATE_NAME, Agent, AgentConfig, AgentSummary
+from pdtrace.export.delivery import TRACES_NAME
+from pdtrace.export.sink import lines_since
+from pdtrace.otlp.json_lines import decode_line
 from pdtrace.propagation import RequestContext
 from pdtrace.recorder import Recorder
 from pdtrace.ring import FORMAT_VERSION, RingCapacity, scan_rings
-from pdtrace.sink import lines_since
+from pdtrace.ring.losses import WriterEnd, read_losses
 from pdtrace.spans import Span
 from pdtrace.stages import CHAINS, Mark, Mode, Outcome, Role, WaitReason
 from pdtrace.testing import open_recorders, record_request

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdtrace import semconv as a
-from pdtrace.assembly import MAX_WAIT_EVENTS, assemble
+from pdtrace.analysis.timeline import Timeline, build_timeline
+from pdtrace.assembly.collected import AttemptIds, CollectedRequest, Leg
+from pdtrace.assembly.evidence import derived_span_id, span_id_base, span_id_salt
+from pdtrace.assembly.request_spans import MAX_WAIT_EVENTS, assemble
 from pdtrace.clock import ClockAnchor
-from pdtrace.collected import AttemptIds, CollectedRequest, Leg
-from pdtrace.evidence import derived_span_id, span_id_base, span_id_salt
 from pdtrace.ring.records import MarkRecord, Value
 from pdtrace.semconv import AttrType
 from pdtrace.spans import Span, SpanKind, StatusCode, Trace
 from pdtrace.stages import CHAINS, MARKS, STAGE_BY_NAME, STAGES, Mark, Mode, Role
-from pdtrace.timeline import Timeline, build_timeline
 from tests.support.marked_requests import (
     DECODE,
     GATEWAY,

@@ -9,14 +9,14 @@ from typing import Any, cast
 import pytest
 
 from pdtrace import semconv as a
-from pdtrace.assembly import assemble
-from pdtrace.evidence import BEGIN_MARKS
-from pdtrace.otlp import decode_line, encode_line
-from pdtrace.otlp_proto import encode_request
+from pdtrace.analysis.timeline import build_timeline
+from pdtrace.assembly.evidence import BEGIN_MARKS
+from pdtrace.assembly.request_spans import assemble
+from pdtrace.otlp.json_lines import decode_line, encode_line
+from pdtrace.otlp.protobuf import encode_request
 from pdtrace.ring.records import MarkRecord, Value
 from pdtrace.spans import Span, StatusCode, Trace
 from pdtrace.stages import ATTEMPT_SPAN, CHAINS, MARKS, ROOT_SPAN, Mark, Mode, Role
-from pdtrace.timeline import build_timeline
 from tests.support.marked_requests import (
     GATEWAY,
     START_NS,

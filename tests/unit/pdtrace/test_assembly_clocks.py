@@ -8,15 +8,15 @@ from collections.abc import Collection
 import pytest
 
 from pdtrace import semconv as a
-from pdtrace.alignment import align
-from pdtrace.assembly import assemble
+from pdtrace.analysis.timeline import build_timeline
+from pdtrace.assembly.alignment import align
+from pdtrace.assembly.collected import CollectedRequest, Leg
+from pdtrace.assembly.request_spans import assemble
 from pdtrace.clock import ClockAnchor
-from pdtrace.collected import CollectedRequest, Leg
 from pdtrace.offsets import ClockOffsets
 from pdtrace.ring.records import ClockRecord, MarkRecord
 from pdtrace.spans import Span, Trace
 from pdtrace.stages import CHAINS, Mark, Mode, Role
-from pdtrace.timeline import build_timeline
 from tests.support.marked_requests import (
     DECODE,
     GATEWAY,

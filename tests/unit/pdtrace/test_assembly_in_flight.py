@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from pdtrace import semconv as a
-from pdtrace.assembly import assemble
-from pdtrace.collected import CollectedRequest, StepStats, Stuck
+from pdtrace.assembly.collected import CollectedRequest, StepStats, Stuck
+from pdtrace.assembly.request_spans import assemble
 from pdtrace.ring.codec import ID_SEPARATOR
 from pdtrace.spans import Span, StatusCode
 from pdtrace.stages import CHAINS, Mark, Mode, StepKind

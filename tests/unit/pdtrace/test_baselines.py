@@ -7,10 +7,10 @@ import random
 import pytest
 
 from pdtrace import semconv as a
-from pdtrace.baselines import Baselines, Leaf, RollingBaselines, Usual, leaves
+from pdtrace.analysis.baselines import Baselines, Leaf, RollingBaselines, Usual, leaves
+from pdtrace.analysis.timeline import Timeline, build_timeline
 from pdtrace.spans import Span
 from pdtrace.stages import Outcome
-from pdtrace.timeline import Timeline, build_timeline
 from tests.support.copies import replace
 from tests.support.pd_traces import HEALTHY_S, Story, noisy
 

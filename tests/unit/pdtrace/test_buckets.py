@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdtrace.buckets import (
+from pdtrace.agent.buckets import (
     COUNT_EDGES,
     DURATION_EDGES_S,
     SLO_VARIABLE,

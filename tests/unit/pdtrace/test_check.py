@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from pdtrace import semconv as a
+from pdtrace.analysis.sources import BadLine, Problems, Recording, join_spans
 from pdtrace.check import CheckReport, check_recording
-from pdtrace.health import ProcessHealth, RunHealth
-from pdtrace.losses import Losses, WriterEnd
-from pdtrace.sources import BadLine, Problems, Recording, join_spans
+from pdtrace.live.health import ProcessHealth, RunHealth
+from pdtrace.ring.losses import Losses, WriterEnd
 from pdtrace.spans import Span, Trace
 from pdtrace.stages import Mode, Outcome
 from tests.support.copies import replace

@@ -18,11 +18,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import pdtrace
-from pdtrace import otlp, selection
 from pdtrace import semconv as a
+from pdtrace.analysis.sources import read_source
 from pdtrace.cli import app
-from pdtrace.sources import read_source
+from pdtrace.otlp import json_lines
 from pdtrace.stages import STAGES, Mode, Role, WaitReason
+from pdtrace.terminal import selection
 from pdtrace.testing import Wait, open_recorders, record_request
 from tests.support.copies import replace
 from tests.support.pd_traces import Story, noisy
@@ -41,7 +42,7 @@ def stories() -> list[Story]:
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("run")
     (run / "traces").mkdir()
-    lines = [otlp.encode_line(story.trace().spans) for story in stories()]
+    lines = [json_lines.encode_line(story.trace().spans) for story in stories()]
     (run / "traces" / "spans-000001.jsonl").write_bytes(b"".join(lines))
     return run
 
@@ -67,9 +68,9 @@ def test_why_takes_a_request_id_or_a_unique_beginning(recording: Path, wanted: s
 
 def test_why_takes_a_trace_id_in_long_short_and_upper_form(tmp_path: Path) -> None:
     spans = Story(request_id="one").trace().spans
-    line = otlp.encode_line(spans).decode().replace(spans[0].trace_id, "1a2b".zfill(32))
+    line = json_lines.encode_line(spans).decode().replace(spans[0].trace_id, "1a2b".zfill(32))
     path = tmp_path / "traces.jsonl"
-    path.write_text(line + otlp.encode_line(Story(request_id="two").trace().spans).decode())
+    path.write_text(line + json_lines.encode_line(Story(request_id="two").trace().spans).decode())
     for wanted in ("1a2b".zfill(32), "1a2b", "1A2B", "1a"):
         result = invoke("why", wanted, "--from", path)
         assert (result.exit_code, result.stdout[:3]) == (0, "one")
@@ -94,7 +95,7 @@ def test_tries_of_one_request_in_one_trace_are_told_apart_by_their_root_span(
     tries = [Story(request_id="again", start_s=start_s).trace().spans for start_s in (0.0, 5.0)]
     shared = [[replace(s, trace_id="ab" * 16) for s in spans] for spans in tries]
     path = tmp_path / "t"
-    path.write_bytes(b"".join(otlp.encode_line(spans) for spans in shared))
+    path.write_bytes(b"".join(json_lines.encode_line(spans) for spans in shared))
     result = invoke("why", "again", "--from", path)
     assert result.exit_code == 2
     assert "'again' names 2 requests; give a longer id or the id of a root span:" in result.stderr
@@ -188,7 +189,7 @@ def test_check_passes_a_whole_recording(recording: Path) -> None:
 def test_check_finds_a_broken_rule(tmp_path: Path) -> None:
     spans = [s for s in Story().trace().spans if s.name != "hop.notice"]
     path = tmp_path / "t"
-    path.write_bytes(otlp.encode_line(spans))
+    path.write_bytes(json_lines.encode_line(spans))
     result = invoke("check", "--from", path)
     assert result.exit_code == 1
     assert "a completed request lacks hop.notice" in result.stdout
@@ -390,7 +391,7 @@ def test_several_sources_are_joined_by_trace(tmp_path: Path) -> None:
         folder = tmp_path / host / "traces"
         folder.mkdir(parents=True)
         own = [span for span in spans if span.resource.service_name in services]
-        (folder / "spans-000001.jsonl").write_bytes(otlp.encode_line(own))
+        (folder / "spans-000001.jsonl").write_bytes(json_lines.encode_line(own))
     both = ("--from", tmp_path / "a", "--from", tmp_path / "b")
     assert invoke("check", "--from", tmp_path / "a").exit_code == 1
     assert invoke("check", *both).exit_code == 0
@@ -405,10 +406,10 @@ def test_several_sources_are_joined_by_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize("written", ["1a2b", "0x1A2B", "00001a2b", "1a2b".zfill(32)])
 def test_short_trace_ids_are_padded_and_found_in_either_form(tmp_path: Path, written: str) -> None:
     spans = Story(request_id="one").trace().spans
-    line = otlp.encode_line(spans).decode().replace(spans[0].trace_id, written)
+    line = json_lines.encode_line(spans).decode().replace(spans[0].trace_id, written)
     assert written in line
     path = tmp_path / "traces.jsonl"
-    path.write_text(line + otlp.encode_line(Story(request_id="two").trace().spans).decode())
+    path.write_text(line + json_lines.encode_line(Story(request_id="two").trace().spans).decode())
     for wanted in ("1a2b".zfill(32), "1a2b", "1A2B", "0x1a2b", "00001a2b"):
         result = invoke("why", wanted, "--from", path, "--json")
         assert result.exit_code == 0, (written, wanted, result.stderr)
@@ -419,7 +420,7 @@ def test_short_trace_ids_are_padded_and_found_in_either_form(tmp_path: Path, wri
 @pytest.mark.case("CLK-01")
 def test_span_on_a_monotonic_clock_breaks_a_rule_and_no_length(tmp_path: Path) -> None:
     spans = Story(request_id="one", exact=False).trace().spans
-    document = json.loads(otlp.encode_line(spans))
+    document = json.loads(json_lines.encode_line(spans))
     for resource_spans in document["resourceSpans"]:
         for scope in resource_spans["scopeSpans"]:
             for span in scope["spans"]:
@@ -468,7 +469,7 @@ def others_run() -> Iterator[Path]:
     for recorder in recorders.values():
         recorder.close()
     (run / "traces").mkdir()
-    (run / "traces" / "spans.jsonl").write_bytes(otlp.encode_line(Story().trace().spans))
+    (run / "traces" / "spans.jsonl").write_bytes(json_lines.encode_line(Story().trace().spans))
     for path in (run, *run.rglob("*")):
         path.chmod(0o755)
     for arguments in (["top", "--once"], ["why"], ["why", "nobody"], ["check"]):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdtrace import semconv as a
-from pdtrace.assembly import assemble
+from pdtrace.assembly.request_spans import assemble
 from pdtrace.spans import Span
 from pdtrace.stages import CHAINS, MARKS, Mark, Mode, Role
 from tests.support.jaeger_critical_path import critical_path

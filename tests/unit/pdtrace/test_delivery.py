@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from pdtrace import export_queue
-from pdtrace.collected import CollectedRequest
-from pdtrace.delivery import TRACES_NAME, Delivery
-from pdtrace.export import ExportPlan
-from pdtrace.export_queue import TAKEN, Answer, QueueLimits, Sent
-from pdtrace.export_targets import otlp_http_target
-from pdtrace.otlp import count_sampled, decode_line
-from pdtrace.sink import SinkPosition, lines_since, span_files
+from pdtrace.assembly.collected import CollectedRequest
+from pdtrace.export import queue
+from pdtrace.export.delivery import TRACES_NAME, Delivery
+from pdtrace.export.queue import TAKEN, Answer, QueueLimits, Sent
+from pdtrace.export.settings import ExportPlan
+from pdtrace.export.sink import SinkPosition, lines_since, span_files
+from pdtrace.export.spill import CURSORS_NAME, Spill, Stretch
+from pdtrace.export.targets import otlp_http_target
+from pdtrace.otlp.json_lines import count_sampled, decode_line
 from pdtrace.spans import Resource, Span, SpanKind
-from pdtrace.spill import CURSORS_NAME, Spill, Stretch
 from tests.support.copies import replace
 from tests.support.otlp_receivers import http_receiver
 
@@ -455,7 +455,7 @@ def test_files_that_cannot_be_read_for_a_while_are_read_later(
     delivery = delivery_of(tmp_path, collector)
     deliver(delivery, range(50))
     delivery.close(0.1)
-    monkeypatch.setattr(export_queue, "MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(queue, "MAX_BACKOFF_S", 0.01)
     real_read = Spill.read
     failures = [OSError(errno.EIO, os.strerror(errno.EIO)) for _ in range(3)]
 
@@ -613,7 +613,7 @@ def messages(spans: Iterator[object]) -> Counter[bytes]:
 
 
 def test_replayed_spans_are_the_same_messages_as_ones_sent_at_once(tmp_path: Path) -> None:
-    from pdtrace.assembly import assemble
+    from pdtrace.assembly.request_spans import assemble
     from tests.support.marked_requests import pd_moments
     from tests.support.marked_requests import request_of as marked_request
 

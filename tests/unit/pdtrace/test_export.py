@@ -18,12 +18,13 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from pdtrace import export_targets
-from pdtrace.agent import run_agent
-from pdtrace.assembly import assemble
-from pdtrace.collected import CollectedRequest
-from pdtrace.delivery import Delivery
-from pdtrace.export import (
+from pdtrace.agent.command import run_agent
+from pdtrace.assembly.collected import CollectedRequest
+from pdtrace.assembly.request_spans import assemble
+from pdtrace.export import targets
+from pdtrace.export.delivery import Delivery
+from pdtrace.export.queue import TAKEN, Answer, ExportQueue, QueueLimits, Sent
+from pdtrace.export.settings import (
     ExportConfigError,
     OtlpDestination,
     exporter_names,
@@ -31,13 +32,12 @@ from pdtrace.export import (
     otlp_destination,
     plan_from_env,
 )
-from pdtrace.export_queue import TAKEN, Answer, ExportQueue, QueueLimits, Sent
-from pdtrace.export_targets import (
+from pdtrace.export.targets import (
     otlp_grpc_target,
     otlp_http_target,
     sdk_target,
 )
-from pdtrace.otlp_proto import encode_request, readable_spans
+from pdtrace.otlp.protobuf import encode_request, readable_spans
 from pdtrace.spans import Span
 from pdtrace.testing import open_recorders, record_request
 from tests.support.copies import replace
@@ -617,7 +617,7 @@ def test_any_sdk_exporter_can_be_a_target() -> None:
 def test_encoder_that_does_not_fit_the_sdk_falls_back_to_the_compatible_path(
     monkeypatch: pytest.MonkeyPatch, protocol: str
 ) -> None:
-    monkeypatch.setattr(export_targets, "_agrees", lambda: False)
+    monkeypatch.setattr(targets, "_agrees", lambda: False)
     with (http_receiver if protocol == "http" else grpc_receiver)() as received:
         target = (
             otlp_http_target(f"{received.endpoint}/v1/traces")
@@ -630,7 +630,7 @@ def test_encoder_that_does_not_fit_the_sdk_falls_back_to_the_compatible_path(
 
 
 def test_self_check_notices_an_encoder_that_differs(caplog: pytest.LogCaptureFixture) -> None:
-    agrees = export_targets._agrees  # pyright: ignore[reportPrivateUsage] the check itself
+    agrees = targets._agrees  # pyright: ignore[reportPrivateUsage] the check itself
     assert agrees()
     assert not agrees(lambda spans: encode_request(list(spans)[:0]))
     assert "differs" in caplog.text

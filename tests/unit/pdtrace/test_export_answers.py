@@ -18,9 +18,10 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 
-from pdtrace import export_queue, export_targets
-from pdtrace.assembly import assemble
-from pdtrace.export_queue import (
+from pdtrace.assembly.request_spans import assemble
+from pdtrace.export import queue as export_queue
+from pdtrace.export import targets as export_targets
+from pdtrace.export.queue import (
     MAX_BACKOFF_S,
     MAX_RETRY_AFTER_S,
     TAKEN,
@@ -30,7 +31,7 @@ from pdtrace.export_queue import (
     Target,
     backoff_s,
 )
-from pdtrace.export_targets import (
+from pdtrace.export.targets import (
     MAX_REASON_CHARS,
     connection_fault,
     http_answer,
@@ -159,7 +160,7 @@ def test_busy_collector_gets_every_span_later(
         queue.close(5)
     assert received.calls == 3
     assert queue.totals()["spans_dropped"] == 0
-    assert [record.name for record in caplog.records] == ["pdtrace.export_queue"] * 2
+    assert [record.name for record in caplog.records] == ["pdtrace.export.queue"] * 2
     assert "takes spans again" in caplog.records[1].message
 
 
@@ -457,7 +458,7 @@ def test_closing_is_bounded_whatever_the_collector_does(
     assert totals["spans_dropped_not_taken_before_exit"] == 2_000
     assert totals["spans_exported"] == totals["spans_waiting"] == 0
     assert caplog.text.count("were not exported and are lost: ") == 1
-    assert {record.name for record in caplog.records} == {"pdtrace.export_queue"}
+    assert {record.name for record in caplog.records} == {"pdtrace.export.queue"}
 
 
 @pytest.mark.parametrize("receiver", [http_receiver, grpc_receiver])

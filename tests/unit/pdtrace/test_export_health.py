@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from pdtrace.agent import Agent
+from pdtrace.agent.command import Agent
+from pdtrace.analysis.sources import read_source
 from pdtrace.check import check_recording
-from pdtrace.export import ExportPlan
-from pdtrace.export_queue import TAKEN, Answer, QueueLimits, Sent
-from pdtrace.health import RunHealth, read_health
+from pdtrace.export.queue import TAKEN, Answer, QueueLimits, Sent
+from pdtrace.export.settings import ExportPlan
+from pdtrace.export.sink import LOCK_NAME, FileSink, SinkPosition
+from pdtrace.export.spill import CURSORS_NAME, Spill
+from pdtrace.live.health import RunHealth, read_health
 from pdtrace.recorder import Recorder
-from pdtrace.sink import LOCK_NAME, FileSink, SinkPosition
-from pdtrace.sources import read_source
 from pdtrace.spans import Span
-from pdtrace.spill import CURSORS_NAME, Spill
 from pdtrace.stages import Role
 from pdtrace.testing import open_recorders, record_request
 
@@ -148,7 +148,7 @@ def test_begin_of_an_outage_survives_a_restart_and_ends_with_it(tmp_path: Path) 
 def test_collector_that_never_answers_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdtrace.export_queue.SILENT_S", 0.01)
+    monkeypatch.setattr("pdtrace.export.queue.SILENT_S", 0.01)
     collector = Collector(TAKEN)
     collector.goes_on.clear()
     agent = agent_of(tmp_path, collector)
@@ -156,7 +156,7 @@ def test_collector_that_never_answers_is_told_of(
     assert exporters(agent)[0]["reason"].startswith("it has not answered for ")
     # Nobody has said yet that it fails, and a moment is no delay.
     assert read_health(tmp_path).waiting == []
-    monkeypatch.setattr("pdtrace.health._UNDER_WAY_NS", -(10**12))
+    monkeypatch.setattr("pdtrace.live.health._UNDER_WAY_NS", -(10**12))
     assert len(read_health(tmp_path).waiting) == 1
     agent.close()
 

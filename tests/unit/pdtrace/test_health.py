@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdtrace.agent import Agent, run_agent
+from pdtrace.agent.command import Agent, run_agent
+from pdtrace.analysis.sources import Problems, Recording
 from pdtrace.check import CheckReport, check_recording
-from pdtrace.health import ProcessHealth, RunHealth, read_health
-from pdtrace.losses import STATE_NAME, Losses, RingLosses, WriterEnd
+from pdtrace.live.health import ProcessHealth, RunHealth, read_health
 from pdtrace.ring import scan_rings
-from pdtrace.sources import Problems, Recording
+from pdtrace.ring.losses import STATE_NAME, Losses, RingLosses, WriterEnd
 from pdtrace.stages import Outcome, Role
 from pdtrace.testing import open_recorders, record_request
 from tests.support.pd_traces import Story

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
+from pdtrace.analysis.host_clocks import clock_breach, summarize_clocks
+from pdtrace.analysis.skew import ClockBasis
+from pdtrace.analysis.timeline import Timeline, build_timeline
 from pdtrace.check import check_recording
-from pdtrace.host_clocks import clock_breach, summarize_clocks
-from pdtrace.skew import ClockBasis
-from pdtrace.timeline import Timeline, build_timeline
 from tests.support.pd_traces import Story
 from tests.unit.pdtrace.test_skew import FOREIGN, recording_of, shifted
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdtrace.intervals import close_gaps, paint
+from pdtrace.analysis.intervals import close_gaps, paint
 
 INTERVALS = st.lists(
     st.tuples(st.integers(-20, 60), st.integers(-20, 60)),

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdtrace import semconv as a
-from pdtrace.assembly import assemble
-from pdtrace.baselines import RollingBaselines, is_peer, leaves
-from pdtrace.judging import RollingJudge
-from pdtrace.resource import process_of
-from pdtrace.screening import screen
+from pdtrace.agent.judging import RollingJudge
+from pdtrace.agent.screening import screen
+from pdtrace.analysis.baselines import RollingBaselines, is_peer, leaves
+from pdtrace.analysis.timeline import build_timeline
+from pdtrace.analysis.verdict import judge, stall_attributes
+from pdtrace.assembly.request_spans import assemble
+from pdtrace.assembly.resource import process_of
+from pdtrace.assembly.tracker import RequestTracker
 from pdtrace.spans import AttrValue, Resource, Span, Trace
 from pdtrace.stages import CHAINS, Mode, Outcome, WaitReason
 from pdtrace.testing import FakeClock, MemoryRings, Wait, record_request
-from pdtrace.timeline import build_timeline
-from pdtrace.tracker import RequestTracker
-from pdtrace.verdict import judge, stall_attributes
 from tests.support.copies import replace
 from tests.support.marked_requests import Moment, colocated_moments, pd_moments, request_of
 from tests.support.pd_traces import HEALTHY_S, noisy, retried

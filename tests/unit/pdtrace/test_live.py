@@ -17,15 +17,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdtrace import live, otlp
 from pdtrace.errors import LiveError
 from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState, WaitNow
-from pdtrace.live import AgentLooks, RingLooks
-from pdtrace.process_view import STALLED_AFTER_S
+from pdtrace.live import looks as live_looks
+from pdtrace.live.looks import AgentLooks, RingLooks
+from pdtrace.live.process_view import STALLED_AFTER_S
+from pdtrace.live.run_looks import open_looks
+from pdtrace.otlp import json_lines
 from pdtrace.propagation import RequestContext
 from pdtrace.recorder import Recorder
 from pdtrace.ring import RingCapacity, RingReader, scan_rings
-from pdtrace.run_looks import open_looks
 from pdtrace.stages import CHAINS, Gauge, Mark, Mode, Outcome, Role, WaitReason
 from pdtrace.testing import Wait, open_recorders, record_request
 from tests.support.pd_traces import Story
@@ -120,7 +121,7 @@ def test_usual_times_come_from_traces_when_the_rings_are_fresh(
 ) -> None:
     (tmp_path / "traces").mkdir()
     lines = [
-        otlp.encode_line(Story(request_id=f"r-{index}", start_s=index).trace().spans)
+        json_lines.encode_line(Story(request_id=f"r-{index}", start_s=index).trace().spans)
         for index in range(30)
     ]
     torn = lines[0][: len(lines[0]) // 2]
@@ -144,12 +145,12 @@ def test_later_looks_read_only_what_is_new(
 
         def read(
             self, *, limit: int = 65536, final: bool = False, losses: bool = False
-        ) -> list[live.Record]:
+        ) -> list[live_looks.Record]:
             records = super().read(limit=limit, final=final, losses=losses)
             read.append(len(records))
             return records
 
-    monkeypatch.setattr(live, "RingReader", Counting)
+    monkeypatch.setattr(live_looks, "RingReader", Counting)
     for index in range(20):
         record_request(recorders, request_id=f"done-{index}")
     looks.look()

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 
 from pdtrace.clock import ClockAnchor
-from pdtrace.losses import (
+from pdtrace.ring.layout import Counter, RingIdentity
+from pdtrace.ring.losses import (
     KINDS,
     MAX_GONE,
     MAX_OPEN_IDS,
@@ -17,7 +18,6 @@ from pdtrace.losses import (
     WriterEnd,
     read_losses,
 )
-from pdtrace.ring.layout import Counter, RingIdentity
 from pdtrace.stages import Role
 
 

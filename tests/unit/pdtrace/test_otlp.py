@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
-from pdtrace.assembly import assemble
-from pdtrace.otlp import decode_line, encode_line
-from pdtrace.otlp_proto import encode_request, readable_spans
+from pdtrace.assembly.request_spans import assemble
+from pdtrace.otlp.json_lines import decode_line, encode_line
+from pdtrace.otlp.protobuf import encode_request, readable_spans
 from pdtrace.spans import (
     AttrValue,
     Event,

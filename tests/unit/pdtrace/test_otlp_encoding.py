@@ -12,8 +12,8 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from pdtrace import semconv as a
-from pdtrace.otlp import decode_line, encode_line
-from pdtrace.otlp_proto import encode_request, readable_spans, serialize_request
+from pdtrace.otlp.json_lines import decode_line, encode_line
+from pdtrace.otlp.protobuf import encode_request, readable_spans, serialize_request
 from pdtrace.spans import AttrValue, Event, Link, Resource, Span, SpanKind, StatusCode
 from tests.support.official_otlp import official
 

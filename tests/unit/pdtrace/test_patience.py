@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pdtrace import otlp
+from pdtrace.analysis.sources import read_sources
+from pdtrace.otlp import json_lines
 from pdtrace.patience import EVERY_S, FIRST_S, Patience
-from pdtrace.sources import read_sources
 from tests.support.pd_traces import Story
 
 
@@ -79,7 +79,7 @@ def test_terminal_that_cannot_erase_stays_clean(
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_reading_tells_how_far_it_is_over_all_files(tmp_path: Path, packed: bool) -> None:
-    data = otlp.encode_line(Story().trace().spans) * 400
+    data = json_lines.encode_line(Story().trace().spans) * 400
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_bytes(gzip.compress(data) if packed else data)
     told: list[tuple[str, float | None]] = []

@@ -13,10 +13,10 @@ import pytest
 
 from pdtrace.clock import ClockAnchor
 from pdtrace.inflight import InFlight, ProcessState
-from pdtrace.losses import RingLosses, WriterEnd
-from pdtrace.process_view import STALLED_AFTER_S, needed_by, process_now, processes_gone
+from pdtrace.live.process_view import STALLED_AFTER_S, needed_by, process_now, processes_gone
 from pdtrace.ring import WriterState
 from pdtrace.ring.identity import make_identity
+from pdtrace.ring.losses import RingLosses, WriterEnd
 from pdtrace.stages import Gauge, Role
 
 IDENTITY = make_identity(role=Role.DECODE, instance="decode-0", resource={})

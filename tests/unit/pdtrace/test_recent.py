@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pdtrace import otlp, recent
 from pdtrace import semconv as a
-from pdtrace.agent import Agent, RollingJudge
-from pdtrace.assembly import assemble
-from pdtrace.recent import recent_requests
-from pdtrace.sources import read_source
+from pdtrace.agent.command import Agent, RollingJudge
+from pdtrace.analysis import recent
+from pdtrace.analysis.recent import recent_requests
+from pdtrace.analysis.sources import read_source
+from pdtrace.assembly.request_spans import assemble
+from pdtrace.otlp import json_lines
 from pdtrace.spans import Span
 from pdtrace.testing import open_recorders, record_request
 from tests.support.copies import replace
@@ -24,7 +25,7 @@ SPANS = assemble(request_of(pd_moments()))
 def line_of(request_id: str, *, root_last: bool = False) -> bytes:
     root, *others = SPANS
     root = replace(root, attributes={**root.attributes, a.REQUEST_ID.key: request_id})
-    return otlp.encode_line([*others, root] if root_last else [root, *others])
+    return json_lines.encode_line([*others, root] if root_last else [root, *others])
 
 
 def ids(found: Sequence[Sequence[Span]]) -> list[object]:
@@ -52,7 +53,7 @@ def test_no_more_is_read_than_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_no_request_is_passed_over(tmp_path: Path) -> None:
-    stray = otlp.encode_line(SPANS[1:2])
+    stray = json_lines.encode_line(SPANS[1:2])
     broken = line_of("r-1")[:-40] + b"\n"
     (tmp_path / "spans-000001.jsonl").write_bytes(
         b"\n".join((b"", b"nonsense", b"{}", stray, broken, line_of("r-2"))) + b"\x00\xff"

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from pdtrace import semconv as a
+from pdtrace.analysis.sources import Problems, Recording
+from pdtrace.analysis.timeline import UNEXPLAINED, Timeline, build_timeline
+from pdtrace.analysis.verdict import Verdict, judge_all
 from pdtrace.check import check_recording
 from pdtrace.duration import seconds_text
-from pdtrace.palette import COLOURS, LETTERS
-from pdtrace.render import check_view, clean, stages_view, summary_table, why_view
-from pdtrace.sources import Problems, Recording
 from pdtrace.spans import AttrValue, Event, Trace
 from pdtrace.stages import CHAINS, STAGES, Mode, Outcome
-from pdtrace.timeline import UNEXPLAINED, Timeline, build_timeline
-from pdtrace.verdict import Verdict, judge_all
-from pdtrace.waterfall import LABEL_WIDTH, draw
+from pdtrace.terminal.palette import COLOURS, LETTERS
+from pdtrace.terminal.render import check_view, clean, stages_view, summary_table, why_view
+from pdtrace.terminal.waterfall import LABEL_WIDTH, draw
 from tests.support.copies import replace
 from tests.support.pd_traces import HEALTHY_S, Story, noisy, retried
 

@@ -19,14 +19,14 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from pdtrace.address import ADDRESS_NAME, Address, read_address
 from pdtrace.cli import app
 from pdtrace.inflight import InFlight, Look
-from pdtrace.live import AgentLooks, RingLooks
-from pdtrace.losses import STATE_NAME
+from pdtrace.live.address import ADDRESS_NAME, Address, read_address
+from pdtrace.live.looks import AgentLooks, RingLooks
+from pdtrace.live.run_looks import ASK_AGAIN_S, RunLooks
 from pdtrace.recorder import Recorder
 from pdtrace.ring import RingCapacity
-from pdtrace.run_looks import ASK_AGAIN_S, RunLooks
+from pdtrace.ring.losses import STATE_NAME
 from pdtrace.stages import Role
 from pdtrace.testing import open_recorders, record_request
 

@@ -18,19 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdtrace import semconv as a
-from pdtrace.assembly import assemble
-from pdtrace.attributes import integer
+from pdtrace.analysis.attributes import integer
+from pdtrace.analysis.skew import ClockBasis
+from pdtrace.analysis.timeline import Timeline, build_timeline
+from pdtrace.assembly.request_spans import assemble
+from pdtrace.assembly.resource import process_of
+from pdtrace.assembly.tracker import RequestTracker
 from pdtrace.check import check_recording
 from pdtrace.propagation import RequestContext
 from pdtrace.recorder import Recorder, RequestTrace
-from pdtrace.resource import process_of
 from pdtrace.ring.records import Value
-from pdtrace.skew import ClockBasis
 from pdtrace.spans import Span, Trace
 from pdtrace.stages import Mark, Role
 from pdtrace.testing import FakeClock, MemoryRings, RecordedRequest, SequentialIds, record_request
-from pdtrace.timeline import Timeline, build_timeline
-from pdtrace.tracker import RequestTracker
 from tests.unit.pdtrace.test_offsets import Host as HostModel
 from tests.unit.pdtrace.test_offsets import Trip, sample
 from tests.unit.pdtrace.test_skew import assert_adds_up, recording_of

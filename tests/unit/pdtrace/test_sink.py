@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdtrace.sink import FileSink, SinkError, SinkPosition, lines_since, span_files
+from pdtrace.export.sink import FileSink, SinkError, SinkPosition, lines_since, span_files
 
 
 def line(number: int, size: int = 20) -> bytes:

@@ -11,11 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from pdtrace import otlp
 from pdtrace import semconv as a
-from pdtrace.check import check_recording
-from pdtrace.cli import app
-from pdtrace.skew import (
+from pdtrace.analysis.skew import (
     MAX_SKEW_NS,
     OWN_CLOCK,
     ClockBasis,
@@ -23,10 +20,13 @@ from pdtrace.skew import (
     Step,
     estimate_skews,
 )
-from pdtrace.sources import Problems, Recording
+from pdtrace.analysis.sources import Problems, Recording
+from pdtrace.analysis.timeline import Timeline, ViolationKind, build_timeline
+from pdtrace.check import check_recording
+from pdtrace.cli import app
+from pdtrace.otlp import json_lines
 from pdtrace.spans import AttrValue, Resource, Span, Trace
 from pdtrace.stages import Outcome
-from pdtrace.timeline import Timeline, ViolationKind, build_timeline
 from tests.support.copies import replace
 from tests.support.pd_traces import HEALTHY_S, WALL_NS, Story
 
@@ -358,7 +358,7 @@ def test_moving_by_the_estimate_restores_the_order_of_any_chain(
 @pytest.mark.case("CLK-06")
 def test_the_commands_move_only_as_far_as_they_are_allowed(tmp_path: Path) -> None:
     path = tmp_path / "traces.jsonl"
-    path.write_bytes(otlp.encode_line(shifted(FOREIGN.trace(), -300 * MS).spans))
+    path.write_bytes(json_lines.encode_line(shifted(FOREIGN.trace(), -300 * MS).spans))
     runner = CliRunner()
     moved = runner.invoke(app, ["check", "--from", str(path), "--json"])
     (clock,) = json.loads(moved.stdout)["clocks"]

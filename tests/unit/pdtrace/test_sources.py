@@ -16,10 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdtrace import otlp
-from pdtrace.errors import SourceError
-from pdtrace.recorder import Recorder
-from pdtrace.sources import (
+from pdtrace.analysis.sources import (
     Recording,
     default_source,
     join_spans,
@@ -27,14 +24,17 @@ from pdtrace.sources import (
     resolve_run,
     run_directories,
 )
+from pdtrace.analysis.timeline import build_timelines
+from pdtrace.errors import SourceError
+from pdtrace.otlp import json_lines
+from pdtrace.recorder import Recorder
 from pdtrace.spans import SpanKind, StatusCode
 from pdtrace.stages import Role
 from pdtrace.testing import SMALL_RING
-from pdtrace.timeline import build_timelines
 from tests.support.pd_traces import Story, noisy
 
 TRACES = [noisy(f"req-{index}", random.Random(index)).trace() for index in range(3)]
-LINES = [otlp.encode_line(trace.spans) for trace in TRACES]
+LINES = [json_lines.encode_line(trace.spans) for trace in TRACES]
 DATA = b"".join(LINES)
 SPANS = sum(len(trace.spans) for trace in TRACES)
 
@@ -61,7 +61,7 @@ def test_spans_come_back_as_they_were_written() -> None:
 
 
 def test_order_of_lines_does_not_matter() -> None:
-    one_span_per_line = [otlp.encode_line([span]) for trace in TRACES for span in trace.spans]
+    one_span_per_line = [json_lines.encode_line([span]) for trace in TRACES for span in trace.spans]
     random.Random(1).shuffle(one_span_per_line)
     assert read(b"".join(one_span_per_line)).traces == read(DATA).traces
 
@@ -156,7 +156,9 @@ def test_missing_newline_at_the_end_is_no_problem() -> None:
 
 
 def test_cut_gzip_stream_gives_what_was_readable(tmp_path: Path) -> None:
-    lines = [otlp.encode_line(noisy(f"r{i}", random.Random(i)).trace().spans) for i in range(30)]
+    lines = [
+        json_lines.encode_line(noisy(f"r{i}", random.Random(i)).trace().spans) for i in range(30)
+    ]
     path = tmp_path / "cut"
     path.write_bytes(gzip.compress(b"".join(lines))[:-3000])
     recording = read_source(path)
@@ -440,7 +442,7 @@ def test_any_bytes_are_read_or_counted(noise: bytes) -> None:
 
 
 def test_stories_read_back_keep_every_rule() -> None:
-    data = otlp.encode_line(Story().trace().spans)
+    data = json_lines.encode_line(Story().trace().spans)
     assert [t.violations for t in build_timelines(read(data).traces)] == [()]
 
 

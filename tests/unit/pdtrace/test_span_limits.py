@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from pdtrace import export_targets
-from pdtrace.assembly import assemble
-from pdtrace.export import ExportConfigError, plan_from_env
-from pdtrace.export_queue import Target
-from pdtrace.export_targets import limited_readable_spans, otlp_grpc_target, otlp_http_target
-from pdtrace.span_limits import VARIABLES, Dropped, SpanLimits, limit_span, limits_from_env
+from pdtrace.assembly.request_spans import assemble
+from pdtrace.export import targets
+from pdtrace.export.queue import Target
+from pdtrace.export.settings import ExportConfigError, plan_from_env
+from pdtrace.export.span_limits import VARIABLES, Dropped, SpanLimits, limit_span, limits_from_env
+from pdtrace.export.targets import limited_readable_spans, otlp_grpc_target, otlp_http_target
 from pdtrace.spans import Event, Link, Span
 from tests.support.copies import replace
 from tests.support.marked_requests import pd_moments, request_of
@@ -137,7 +137,7 @@ def test_both_paths_and_protocols_send_the_same_counts(monkeypatch: pytest.Monke
     ]
     with grpc_receiver() as received:
         assert sent(otlp_grpc_target(received.endpoint, LIMITS), received) == fast
-    monkeypatch.setattr(export_targets, "_agrees", lambda: False)
+    monkeypatch.setattr(targets, "_agrees", lambda: False)
     with http_receiver() as received:
         target = otlp_http_target(f"{received.endpoint}/v1/traces", LIMITS)
         assert sent(target, received) == fast
@@ -174,7 +174,7 @@ def test_without_limits_spans_are_not_touched(monkeypatch: pytest.MonkeyPatch) -
     def fail(span: Span, limits: SpanLimits) -> object:
         raise AssertionError("asked without limits")
 
-    monkeypatch.setattr(export_targets, "limit_span", fail)
+    monkeypatch.setattr(targets, "limit_span", fail)
     with http_receiver() as received:
         target = otlp_http_target(f"{received.endpoint}/v1/traces")
         assert len(sent(target, received)) == 2

@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdtrace import semconv as a
-from pdtrace.otlp import decode_line, encode_line
-from pdtrace.placement import split_requests
-from pdtrace.ring.records import StepRecord
-from pdtrace.spans import Trace
-from pdtrace.stages import Role, StepKind
-from pdtrace.steps import (
+from pdtrace.analysis.placement import split_requests
+from pdtrace.assembly.steps import (
     MAX_LINKS,
     ChosenStep,
     Member,
@@ -20,6 +16,10 @@ from pdtrace.steps import (
     step_delivery,
     step_span,
 )
+from pdtrace.otlp.json_lines import decode_line, encode_line
+from pdtrace.ring.records import StepRecord
+from pdtrace.spans import Trace
+from pdtrace.stages import Role, StepKind
 from tests.support.marked_requests import MS, START_NS, WALL_NS, process
 
 SECOND = 1_000 * MS

@@ -9,8 +9,7 @@ import pytest
 
 from pdtrace import semconv as a
 from pdtrace.inflight import InFlight, WaitNow
-from pdtrace.spans import Resource, Span, SpanKind
-from pdtrace.stuck import (
+from pdtrace.live.stuck import (
     RollingStageTimes,
     StuckPolicy,
     StuckReport,
@@ -18,6 +17,7 @@ from pdtrace.stuck import (
     parse_deadlines,
     rest_of,
 )
+from pdtrace.spans import Resource, Span, SpanKind
 
 REQUEST = InFlight(
     request_id="req-1",

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdtrace import semconv as a
-from pdtrace.placement import split_requests
-from pdtrace.spans import AttrValue, Event, Resource, Span, SpanKind, StatusCode, Trace
-from pdtrace.stages import ATTEMPT_SPAN, CHAINS, ROOT_SPAN, STAGES, Mode, Outcome
-from pdtrace.timeline import (
+from pdtrace.analysis.placement import split_requests
+from pdtrace.analysis.timeline import (
     UNEXPLAINED,
     Timeline,
     ViolationKind,
     build_timeline,
     build_timelines,
 )
+from pdtrace.spans import AttrValue, Event, Resource, Span, SpanKind, StatusCode, Trace
+from pdtrace.stages import ATTEMPT_SPAN, CHAINS, ROOT_SPAN, STAGES, Mode, Outcome
 from tests.support.copies import replace
 from tests.support.pd_traces import HEALTHY_S, Story, noisy, retried
 

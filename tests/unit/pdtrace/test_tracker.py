@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pdtrace.assembly.tracker import MAX_GRACES, MAX_MARKS, MAX_UNNAMED, RequestTracker
 from pdtrace.propagation import RequestContext
 from pdtrace.ring.records import (
     ClockRecord,
@@ -15,7 +16,6 @@ from pdtrace.ring.records import (
 )
 from pdtrace.stages import MARKS, Mark, Role
 from pdtrace.testing import SequentialIds
-from pdtrace.tracker import MAX_GRACES, MAX_MARKS, MAX_UNNAMED, RequestTracker
 from tests.support.marked_requests import process
 
 GRACE_NS = 1_000

@@ -11,18 +11,18 @@ import msgspec
 import pytest
 
 from pdtrace import semconv as a
-from pdtrace.assembly import assemble
+from pdtrace.assembly.collected import Stuck
+from pdtrace.assembly.evidence import BEGIN_MARKS
+from pdtrace.assembly.open_requests import OpenRequest
+from pdtrace.assembly.request_spans import assemble
+from pdtrace.assembly.tracker import RequestTracker
 from pdtrace.clock import ClockAnchor
-from pdtrace.collected import Stuck
-from pdtrace.evidence import BEGIN_MARKS
 from pdtrace.inflight import InFlight
-from pdtrace.open_requests import OpenRequest
 from pdtrace.propagation import RequestContext
 from pdtrace.ring.codec import ID_SEPARATOR
 from pdtrace.ring.records import ClockRecord, EndRecord, LossRecord, OpenRecord, StepRecord
 from pdtrace.stages import CHAINS, Mark, Mode, Role, StepKind
 from pdtrace.testing import SequentialIds
-from pdtrace.tracker import RequestTracker
 from tests.support.marked_requests import (
     DECODE,
     GATEWAY,

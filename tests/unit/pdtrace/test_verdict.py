@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdtrace import semconv as a
-from pdtrace.baselines import Baselines, RollingBaselines
-from pdtrace.spans import AttrValue, Event
-from pdtrace.stages import CHAINS, STAGES, Mode, Outcome
-from pdtrace.timeline import Timeline, build_timeline
-from pdtrace.verdict import (
+from pdtrace.analysis.baselines import Baselines, RollingBaselines
+from pdtrace.analysis.timeline import Timeline, build_timeline
+from pdtrace.analysis.verdict import (
     Confidence,
     Verdict,
     VerdictKind,
@@ -23,6 +21,8 @@ from pdtrace.verdict import (
     judge_all,
     stall_attributes,
 )
+from pdtrace.spans import AttrValue, Event
+from pdtrace.stages import CHAINS, STAGES, Mode, Outcome
 from tests.support.copies import replace
 from tests.support.pd_traces import HEALTHY_S, Story, noisy
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pdtrace.facts import Wait
+from pdtrace.analysis.facts import Wait
+from pdtrace.analysis.waits import describe_wait, describe_wait_now, listed
 from pdtrace.inflight import WaitNow
 from pdtrace.stages import GapCause, WaitReason
-from pdtrace.waits import describe_wait, describe_wait_now, listed
 
 
 @pytest.mark.parametrize(

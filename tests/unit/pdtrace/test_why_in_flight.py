@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from pdtrace.agent import run_agent
+from pdtrace.agent.command import run_agent
 from pdtrace.cli import app
 from pdtrace.propagation import RequestContext
 from pdtrace.recorder import Recorder

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
-from pdtrace.facts import Wait
+from pdtrace.analysis.facts import Wait
+from pdtrace.analysis.timeline import Timeline
 from pdtrace.stages import Mode
-from pdtrace.timeline import Timeline
-from pdtrace.why_lines import MAX_WAITS, wait_lines
+from pdtrace.terminal.why_lines import MAX_WAITS, wait_lines
 
 
 @dataclass

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdtrace.documents import stages_document
+from pdtrace.terminal.documents import stages_document
 from server.config import Settings
 from server.faults import FAULT_STAGES, MAX_DELAY_MS
 from server.launch import listen

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pdtrace.losses import STATE_NAME
-from pdtrace.spill import CURSORS_NAME
+from pdtrace.export.spill import CURSORS_NAME
+from pdtrace.ring.losses import STATE_NAME
 from server import rundir
 from server.errors import StartError
 from server.rundir import RunDir, point_latest, remove_stale_pools, timestamped

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from pdtrace.analysis.timeline import Timeline, build_timeline
 from pdtrace.stages import Outcome
-from pdtrace.timeline import Timeline, build_timeline
 from server.demo.drive import ClientView
 from server.demo.report import Judged, Report, compare
 from server.demo.scenario import DemoRequest, full_pool, stall_ms, traffic, warm_up

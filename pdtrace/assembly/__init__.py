@@ -1,0 +1,1 @@
+"""From marks to spans: requests are followed mark by mark, and built when they are over."""

@@ -1,0 +1,1 @@
+"""OpenTelemetry's wire forms of spans: OTLP JSON lines, protobuf, and what others write."""

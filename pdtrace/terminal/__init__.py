@@ -1,0 +1,1 @@
+"""What a person sees: pictures and tables of requests, and the documents behind `--json`."""
