@@ -68,7 +68,7 @@ class RoundTrips:
             return None
         self._sent.pop(ack.seq, None)  # the other thread may have given it up just now
         return RoundTrip(
-            peer=ack.instance,
+            peer=ack.gateway.instance,
             peer_clock_id=ack.clock_id,
             at_ns=(sent_ns + arrived_ns) // 2,
             offset_ns=(ack.received_ns + ack.answered_ns - sent_ns - arrived_ns) // 2,

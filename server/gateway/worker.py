@@ -130,7 +130,7 @@ def _listener(config: ProcessConfig) -> socket.socket:
 
 
 async def _deliver(inbox: AsyncInbox, outbox: Outbox, gateway: Gateway, clock_id: str) -> None:
-    instance = gateway.cluster.me.instance
+    me = gateway.cluster.me
     while True:
         for received in await inbox.receive():
             try:
@@ -138,23 +138,23 @@ async def _deliver(inbox: AsyncInbox, outbox: Outbox, gateway: Gateway, clock_id
                     beat = received.message
                     outbox.send(
                         beat.peer.endpoint,
-                        acknowledge(beat, received.arrived_ns, instance, clock_id),
+                        acknowledge(beat, received.arrived_ns, me, clock_id),
                     )
                 gateway.cluster.deliver(received.message)
             except Exception:  # one message must not stop the others
                 _logger.exception("%s could not be handled", type(received.message).__name__)
 
 
-def acknowledge(beat: Heartbeat, received_ns: int, instance: str, clock_id: str) -> HeartbeatAck:
+def acknowledge(beat: Heartbeat, received_ns: int, me: Peer, clock_id: str) -> HeartbeatAck:
     """The answer to `beat`, to be sent now."""
     return HeartbeatAck(
-        instance=instance,
         incarnation=beat.peer.incarnation,
         seq=beat.seq,
         sent_ns=beat.sent_ns,
         received_ns=received_ns,
         answered_ns=SYSTEM_CLOCK.monotonic_ns(),
         clock_id=clock_id,
+        gateway=me,
     )
 
 

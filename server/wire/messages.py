@@ -6,6 +6,7 @@ MessagePack by msgspec behind a four-byte envelope `b"PDT" + version`; nothing i
 
 WIRE_VERSION history
   1  first version
+  2  who answers: incarnations of gateway and transfer; CopyFailed.settled; the handoff's protocol
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from server.engine.base import ModelInfo, SamplingParams
 from server.kv.layout import KvLayout
 from server.kv.pool import PoolDescriptor
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 ENVELOPE = b"PDT" + bytes([WIRE_VERSION])
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+HANDOFF_PROTOCOL = 1
+"""What prefill and decode expect of each other in a handoff: compared by the handshake, so that
+workers of two builds that speak the same wire version can still refuse each other."""
 
 
 class WireError(Exception):
@@ -84,15 +88,16 @@ class HeartbeatAck(Message, frozen=True, kw_only=True):
     received_ns                 when it came out of the gateway's socket
     answered_ns                 when this left; both on the clock that `clock_id` names
     clock_id                    `<host id>/<boot id>`; "" from a gateway that does not record
+    gateway                     who answers: another incarnation is another gateway
     """
 
-    instance: str
     incarnation: str
     seq: int
     sent_ns: int
     received_ns: int
     answered_ns: int
     clock_id: str
+    gateway: Peer
 
 
 class RegisterPool(Message, frozen=True, kw_only=True):
@@ -181,6 +186,7 @@ class PagesReserved(Message, frozen=True, kw_only=True):
     pool: PoolRef
     pages: tuple[int, ...]
     transfer_address: str | None  # where the destination host receives KV; None: same host
+    protocol: int = HANDOFF_PROTOCOL
 
 
 class Handoff(Message, frozen=True, kw_only=True):
@@ -232,12 +238,16 @@ class CopyDone(Message, frozen=True, kw_only=True):
 
 
 class CopyFailed(Message, frozen=True, kw_only=True):
-    """Transfer → prefill and decode: neither job `index` nor a later one of it will run."""
+    """Transfer → prefill and decode: neither job `index` nor a later one of it will run.
+
+    settled   the destination pages are certain not to be written from here on
+    """
 
     handoff_id: str
     index: int
     reason: str
     message: str
+    settled: bool
 
 
 class CancelCopies(Message, frozen=True, kw_only=True):
@@ -248,9 +258,13 @@ class CancelCopies(Message, frozen=True, kw_only=True):
 
 
 class CopiesDrained(Message, frozen=True, kw_only=True):
-    """Transfer → asker: no job of this handoff is running or will run; its pages may be reused."""
+    """Transfer → asker: no job of this handoff is running or will run; its pages may be reused.
+
+    transfer   who answers: another incarnation knows nothing of what the one before it was told
+    """
 
     handoff_id: str
+    transfer: Peer
 
 
 # -- workers → gateway ------------------------------------------------------------------------

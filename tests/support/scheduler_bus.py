@@ -142,6 +142,8 @@ class TransferDouble:
         self.fail_next: str | None = None
         self.failed: list[str] = []
         self._registered: set[tuple[str, str]] = set()
+        self.peer = Peer(instance="transfer-0", endpoint="transfer", incarnation="t1")
+        self._restarts = 0
         self.silent = False
         """Takes in nothing and copies nothing, like a process that hangs."""
         self._backlog: deque[AnyMessage] = deque()
@@ -153,6 +155,10 @@ class TransferDouble:
     def restart(self) -> None:
         """Another process takes over, with an empty memory."""
         self.silent = False
+        self._restarts += 1
+        self.peer = Peer(
+            instance="transfer-0", endpoint="transfer", incarnation=f"t{1 + self._restarts}"
+        )
         self._backlog.clear()
         self._jobs.clear()
         self._over.clear()
@@ -179,7 +185,8 @@ class TransferDouble:
             case CancelCopies():
                 self._end(message.handoff_id)
                 self._outbox.send(
-                    message.reply_to.endpoint, CopiesDrained(handoff_id=message.handoff_id)
+                    message.reply_to.endpoint,
+                    CopiesDrained(handoff_id=message.handoff_id, transfer=self.peer),
                 )
             case _:
                 raise AssertionError(f"transfer got {message}")
@@ -197,7 +204,11 @@ class TransferDouble:
             self.fail_next = "unknown_pool"
         if self.fail_next is not None:
             answer = CopyFailed(
-                handoff_id=handoff_id, index=job.index, reason=self.fail_next, message="injected"
+                handoff_id=handoff_id,
+                index=job.index,
+                reason=self.fail_next,
+                message="injected",
+                settled=True,
             )
             self.fail_next = None
             self._end(handoff_id)

@@ -108,6 +108,9 @@ class TransferWorker:
         self._round_trips = RoundTrips() if round_trips is None else round_trips
         self._now_ns = clock.monotonic_ns
         self._page_bytes: dict[str, int] = {}  # by pool owner
+        self._me = Peer(
+            instance=config.instance, endpoint=config.endpoint, incarnation=config.incarnation
+        )
         self._register_errors: dict[str, str] = {}
         self._askers: dict[str, list[Peer]] = {}  # who waits for the drain of a handoff
         self._swept_ns = clock.monotonic_ns()
@@ -341,7 +344,11 @@ class TransferWorker:
             message,
         )
         failed = CopyFailed(
-            handoff_id=handoff.handoff_id, index=index, reason=reason, message=message
+            handoff_id=handoff.handoff_id,
+            index=index,
+            reason=reason,
+            message=message,
+            settled=settled,
         )
         self._send(handoff.first.prefill, failed)
         if settled:
@@ -365,7 +372,7 @@ class TransferWorker:
             self._end_drained(handoff, askers)
         self.jobs.close(event.handoff_id)
         for peer in askers:
-            self._send(peer, CopiesDrained(handoff_id=event.handoff_id))
+            self._send(peer, CopiesDrained(handoff_id=event.handoff_id, transfer=self._me))
 
     def _end_drained(self, handoff: TransferHandoff, askers: list[Peer]) -> None:
         running = handoff.running

@@ -135,13 +135,15 @@ def test_answers_to_its_beats_become_clock_samples(tmp_path: Path) -> None:
             assert received is not None and isinstance(received.message, Heartbeat)
             beat, now_ns = received.message, time.monotonic_ns() + 7_000_000_000
             answer = HeartbeatAck(
-                instance="gateway-0",
                 incarnation=beat.peer.incarnation,
                 seq=beat.seq,
                 sent_ns=beat.sent_ns,
                 received_ns=now_ns,
                 answered_ns=now_ns,
                 clock_id="host-a/boot-1",
+                gateway=Peer(
+                    instance="gateway-0", endpoint=given.gateway_endpoint, incarnation="g"
+                ),
             )
             assert outbox.send(beat.peer.endpoint, answer)
             assert outbox.send(beat.peer.endpoint, answer), "a repeated answer says nothing"

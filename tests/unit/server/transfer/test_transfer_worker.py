@@ -41,9 +41,14 @@ from server.wire.sockets import Received
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_size=2, dtype="float32")
 PAGE = LAYOUT.page_bytes
 PREFILL = Peer(instance="prefill-0", endpoint="ipc:///p0", incarnation="p")
+TRANSFER = Peer(instance="transfer-0", endpoint="ipc:///t0", incarnation="t")
 DECODE = Peer(instance="decode-0", endpoint="ipc:///d0", incarnation="d")
 SOURCE = PoolRef(owner="prefill-0", incarnation="p")
 DESTINATION = PoolRef(owner="decode-0", incarnation="d")
+
+
+def drained(handoff_id: str) -> CopiesDrained:
+    return CopiesDrained(handoff_id=handoff_id, transfer=TRANSFER)
 
 
 @dataclass
@@ -307,7 +312,9 @@ def test_faults_do_nothing_in_a_server_that_does_not_allow_them(make_rig: MakeRi
 def test_a_failed_copy_ends_its_handoff_on_both_sides(make_rig: MakeRig) -> None:
     rig = make_rig(lambda copy: Abort(Reason.PEER_LOST) if copy.index == 1 else Fate.COPY)
     rig.step(job(0), job(1, pages=(1,)), job(2, pages=(2,), last=True), times=4)
-    failed = CopyFailed(handoff_id="a", index=1, reason="peer_lost", message="scripted abort")
+    failed = CopyFailed(
+        handoff_id="a", index=1, reason="peer_lost", message="scripted abort", settled=True
+    )
     assert rig.mail.to(PREFILL) == [done(0, last=False), failed]
     assert rig.mail.to(DECODE) == [done(0, last=False), failed]
     assert rig.marks()[-1] == (Mark.ABORTED, (Outcome.FAILED, "peer_lost", "transfer-0"))
@@ -380,7 +387,7 @@ def test_a_cancelled_handoff_is_drained_and_nothing_is_copied_afterwards(
     before = bytes(rig.transfer.memory(DESTINATION))
     rig.step(job(0), job(1, pages=(1,), last=True))
     rig.step(cancel("a", DECODE))
-    assert rig.mail.sent == [(DECODE.endpoint, CopiesDrained(handoff_id="a"))]
+    assert rig.mail.sent == [(DECODE.endpoint, drained("a"))]
     assert rig.marks()[-1] == (Mark.ABORTED, (Outcome.CANCELLED, "cancelled", "decode-0"))
     assert rig.traces_are_ended()
     rig.transfer.script = copy_all
@@ -395,15 +402,14 @@ def test_both_legs_may_ask_for_the_drain_and_ask_again(make_rig: MakeRig) -> Non
     rig.step(job(last=True))
     rig.step(cancel("a", DECODE), cancel("a", PREFILL))
     rig.step(cancel("a", DECODE))
-    drained = CopiesDrained(handoff_id="a")
-    assert rig.mail.to(PREFILL) == [drained]
-    assert rig.mail.to(DECODE) == [drained, drained]
+    assert rig.mail.to(PREFILL) == [drained("a")]
+    assert rig.mail.to(DECODE) == [drained("a")] * 2
 
 
 def test_a_drain_before_the_first_job_keeps_it_from_ever_running(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.step(cancel("a", DECODE))
-    assert rig.mail.to(DECODE) == [CopiesDrained(handoff_id="a")]
+    assert rig.mail.to(DECODE) == [drained("a")]
     rig.step(job(last=True), times=2)
     assert rig.worker.ignored["late"] == 1
     assert ("submit", "a", 0) not in rig.transfer.log
@@ -413,7 +419,7 @@ def test_a_cancel_after_the_landing_is_answered(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.step(job(last=True))
     rig.step(cancel("a", PREFILL))
-    assert rig.mail.to(PREFILL) == [done(0, last=True), CopiesDrained(handoff_id="a")]
+    assert rig.mail.to(PREFILL) == [done(0, last=True), drained("a")]
     assert Mark.ABORTED not in [mark for mark, _ in rig.marks()]
 
 
@@ -538,13 +544,13 @@ def test_answers_to_its_beats_become_clock_samples(make_rig: MakeRig) -> None:
     rig.round_trips.sending(1, sent_ns)
     rig.clock.advance(ms=2)
     answer = HeartbeatAck(
-        instance="gateway-0",
         incarnation="t",
         seq=1,
         sent_ns=sent_ns,
         received_ns=sent_ns + 5_000_000_000,
         answered_ns=sent_ns + 5_000_000_000,
         clock_id="host-a/boot-1",
+        gateway=Peer(instance="gateway-0", endpoint="ipc:///g", incarnation="g"),
     )
     rig.step(answer, answer)
     samples = [record for record in rig.read() if isinstance(record, ClockRecord)]

@@ -23,14 +23,17 @@ from server.wire.messages import (
     MAX_MESSAGE_BYTES,
     CopiesDrained,
     CopyFailed,
+    Peer,
     WireError,
     encode,
 )
 from server.wire.sockets import AsyncInbox, Inbox, Outbox, Received
 
+TRANSFER = Peer(instance="transfer-0", endpoint="ipc:///run/t", incarnation="dd")
+
 
 def drained(handoff_id: str) -> CopiesDrained:
-    return CopiesDrained(handoff_id=handoff_id)
+    return CopiesDrained(handoff_id=handoff_id, transfer=TRANSFER)
 
 
 def ids(batch: Sequence[Received | None]) -> list[str]:
@@ -153,7 +156,9 @@ def test_a_frame_beyond_the_limit_is_cut_off_by_the_socket(inbox: Inbox, outbox:
 
 
 def test_a_message_beyond_the_limit_is_refused_at_the_sender(outbox: Outbox, inbox: Inbox) -> None:
-    huge = CopyFailed(handoff_id="h", index=0, reason="x", message="x" * (MAX_MESSAGE_BYTES + 1))
+    huge = CopyFailed(
+        handoff_id="h", index=0, reason="x", message="x" * (MAX_MESSAGE_BYTES + 1), settled=True
+    )
     with pytest.raises(WireError, match="limit"):
         outbox.send(inbox.endpoint, huge)
 
@@ -171,7 +176,7 @@ def test_bytes_that_are_no_zeromq_do_not_disturb_an_inbox(sock_dir: Path, outbox
 def test_a_full_inbox_holds_senders_back_until_it_is_read(sock_dir: Path) -> None:
     inbox = Inbox(f"{IPC}{sock_dir}/small.sock", max_messages=10)
     outbox = Outbox(max_messages=10)
-    filler = CopyFailed(handoff_id="h", index=0, reason="x", message="x" * 10_000)
+    filler = CopyFailed(handoff_id="h", index=0, reason="x", message="x" * 10_000, settled=True)
     num_accepted = 0
 
     def refused_by_a_full_inbox() -> bool:
