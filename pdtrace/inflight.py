@@ -13,6 +13,9 @@ import msgspec
 
 SCHEMA_VERSION = 1
 
+END_UNKNOWN = "unknown"
+"""`InFlight.ended` where the gateway let go of a request and its outcome was overwritten."""
+
 
 class ProcessState(StrEnum):
     """Whether a recording process can still do something."""
@@ -49,7 +52,8 @@ class InFlight(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     usual_s       median of that stage among finished requests; None without any
     p99_s         their 99th percentile
     stuck         whether the stage is older than it may become, or was reported as such
-    ended         outcome, once the gateway has answered and legs still finish
+    ended         outcome, once the gateway has answered and legs still finish; END_UNKNOWN if that
+                  is all that is known of its end
     incomplete    what is known to be missing of its marks
     """
 

@@ -58,7 +58,8 @@ class Draft(msgspec.Struct, eq=False, gc=False):
         if end.is_open:
             self.attributes[a.OPEN.key] = True
             return
-        self.attributes[a.OUTCOME.key] = end.outcome
+        if end.outcome:
+            self.attributes[a.OUTCOME.key] = end.outcome
         if end.reason:
             self.attributes[a.OUTCOME_REASON.key] = end.reason
         if end.by:

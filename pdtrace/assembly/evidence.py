@@ -106,6 +106,7 @@ class Stamp(msgspec.Struct, frozen=True, eq=False, gc=False):
 class End(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """How and when an attempt, a stage or the request ended.
 
+    outcome  empty where nobody recorded it, which is no reason to say that a process was lost
     is_open  it has not: this is the instant of the look
     """
 
@@ -118,8 +119,9 @@ class End(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
 
     @property
     def is_error(self) -> bool:
-        """A cancellation is an outcome of its own, not an error."""
-        return not self.is_open and self.outcome not in (Outcome.COMPLETED, Outcome.CANCELLED)
+        """A cancellation is an outcome of its own, not an error; of what is not known, nobody can
+        say that it is one."""
+        return self.outcome not in ("", Outcome.COMPLETED, Outcome.CANCELLED)
 
 
 @dataclass(slots=True)
@@ -326,7 +328,7 @@ class Evidence:
         # Without the gateway's records, what is given up is not how it ended.
         gave_up = self.request.gave_up if self.gateway is not None else None
         reason = gave_up or "no_end_recorded"
-        return End(t_ns=last_ns, outcome=Outcome.LOST.value, reason=reason, by=None, leg=leg)
+        return End(t_ns=last_ns, outcome="", reason=reason, by=None, leg=leg)
 
     def _end_generation_with_the_answer(self) -> int:
         """The gateway may see the last token (a stop string) before the decode process has ended.

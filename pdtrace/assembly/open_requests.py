@@ -17,7 +17,7 @@ from pdtrace.assembly.alignment import align
 from pdtrace.assembly.collected import AttemptIds, CollectedRequest, Leg, Process, StepStats, Stuck
 from pdtrace.assembly.evidence import blocker_names, place_of
 from pdtrace.assembly.progress import PLANS, Plan, Progress
-from pdtrace.inflight import InFlight, WaitNow
+from pdtrace.inflight import END_UNKNOWN, InFlight, WaitNow
 from pdtrace.offsets import ClockOffsets
 from pdtrace.propagation import RequestContext
 from pdtrace.ring.records import ClockRecord, MarkRecord, Value
@@ -322,9 +322,17 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
                 and (report.stage, report.attempt) == (stage.name, progress.attempt)
                 for report in self.stuck
             ),
-            ended=self.outcome,
+            ended=self._ended,
             incomplete=self._incomplete(lost),
         )
+
+    @property
+    def _ended(self) -> str | None:
+        if self.outcome is not None or self.ended_ns is None:
+            return self.outcome
+        # With a gateway that died nobody has ended it: its workers may go on for long.
+        lost = any(leg.lost_at_ns is not None for leg in self.legs if leg.role is Role.GATEWAY)
+        return None if lost else END_UNKNOWN
 
     @property
     def _token_awaited(self) -> bool:

@@ -27,7 +27,7 @@ from pdtrace.assembly.request_spans import assemble
 from pdtrace.assembly.resource import process_of
 from pdtrace.assembly.tracker import RequestTracker
 from pdtrace.errors import LiveError, RingError
-from pdtrace.inflight import InFlight, Look, ProcessNow
+from pdtrace.inflight import END_UNKNOWN, InFlight, Look, ProcessNow
 from pdtrace.live.process_view import needed_by, now_ns_on, process_now
 from pdtrace.live.stuck import RollingStageTimes, StuckPolicy
 from pdtrace.ring import (
@@ -358,7 +358,7 @@ class RingLooks:
         return [
             request
             for request in self._tracker.in_flight(now_ns)
-            if request.request_id in held or request.ended is not None
+            if request.request_id in held or request.ended not in {None, END_UNKNOWN}
         ]
 
     def _now_ns(self) -> int:

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdtrace import semconv as a
+from pdtrace.analysis.sources import Problems, Recording
 from pdtrace.analysis.timeline import Timeline, build_timeline
 from pdtrace.assembly.collected import AttemptIds, CollectedRequest, Leg
 from pdtrace.assembly.evidence import derived_span_id, span_id_base, span_id_salt
 from pdtrace.assembly.request_spans import MAX_WAIT_EVENTS, assemble
+from pdtrace.check import check_recording
 from pdtrace.clock import ClockAnchor
 from pdtrace.ring.records import MarkRecord, Value
 from pdtrace.semconv import AttrType
@@ -587,6 +589,44 @@ def test_lost_records_make_the_trace_incomplete() -> None:
     instance = request.legs[1].process.instance
     root = root_of(assemble(request))
     assert root.attributes[a.INCOMPLETE.key] == f"{instance} lost 12 records"
+
+
+@pytest.mark.parametrize(
+    ("gave_up", "reason"),
+    [(None, "no_end_recorded"), ("too many requests in flight",) * 2],
+    ids=["overwritten", "given up"],
+)
+def test_end_that_nobody_recorded_is_no_outcome_and_blames_no_process(
+    gave_up: str | None, reason: str
+) -> None:
+    """`lost` says that a process died with the request."""
+    request = request_of([m for m in pd_moments() if m[1] is not Mark.COMPLETED])
+    request.legs[0].records_missed = 12
+    request.gave_up = gave_up
+    spans = assemble(request)
+    assert not [
+        span for span in spans if a.OUTCOME.key in span.attributes if span.name != "attempt"
+    ]
+    assert not [span for span in spans if span.status is StatusCode.ERROR]
+    root = root_of(spans).attributes
+    assert root[a.OUTCOME_REASON.key] == reason
+    assert "no completed mark; gateway-0 lost 12 records" in str(root[a.INCOMPLETE.key])
+    timeline = timeline_of(spans)
+    assert (timeline.outcome, timeline.open) == (None, False)
+    assert "The outcome was not recorded." in timeline.unknowns
+    recording = Recording(
+        source="test",
+        traces=(Trace(trace_id=TRACE_ID, spans=spans),),
+        files=1,
+        lines=1,
+        spans=len(spans),
+        problems=Problems(),
+    )
+    report = check_recording(recording)
+    broken = {rule.name for rule in report.rules if rule.broken}
+    assert "lost" not in broken
+    assert "complete" in broken
+    assert report.outcomes == {"unknown": 1}
 
 
 def test_other_hosts_clock_is_mapped_through_its_anchor() -> None:

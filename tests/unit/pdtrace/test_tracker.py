@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pdtrace.assembly.tracker import MAX_GRACES, MAX_MARKS, MAX_UNNAMED, RequestTracker
+from pdtrace.inflight import END_UNKNOWN
 from pdtrace.propagation import RequestContext
 from pdtrace.ring.records import (
     ClockRecord,
@@ -247,6 +248,15 @@ def test_death_that_nobody_saw_counts_from_the_last_record() -> None:
     assert request.legs[0].lost_at_ns == 70
 
 
+def test_request_goes_on_in_its_workers_when_its_gateway_dies() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, WHOLE[:2], 0)
+    tracker.feed(DECODE, [opened()], 0)
+    tracker.ring_gone(GATEWAY, None, "process_lost")
+    [seen] = tracker.in_flight(1)
+    assert seen.ended is None
+
+
 def test_leg_that_had_let_go_is_not_lost() -> None:
     tracker = tracker_of()
     tracker.feed(GATEWAY, WHOLE[:2], 0)
@@ -349,6 +359,8 @@ def test_request_whose_end_was_overwritten_waits_for_its_legs_like_an_ended_one(
     tracker.feed(DECODE, [opened()], 0)
     tracker.feed(GATEWAY, [LAPPED], 1)
     tracker.read_to_end(GATEWAY, 1)
+    [seen] = tracker.in_flight(MAX_GRACES * GRACE_NS)
+    assert seen.ended == END_UNKNOWN, "nobody waits for it: it is not stuck"
     assert tracker.finished(MAX_GRACES * GRACE_NS) == []
     [request] = tracker.finished(MAX_GRACES * GRACE_NS + 1)
     assert request.gave_up == "decode-0 did not finish"
