@@ -9,6 +9,7 @@ others recorded while they stopped is exported too.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import logging
@@ -303,8 +304,14 @@ class Launcher:
         if self.settings.record:
             self._plan.insert(0, agent_config(self.settings, endpoint=self.run_dir.endpoint))
         for config in self._plan:
-            _write_private(self.run_dir.config(config.instance), msgspec.json.encode(config))
-            self.children.append(self._spawn(config))
+            try:
+                _write_private(self.run_dir.config(config.instance), msgspec.json.encode(config))
+                self.children.append(self._spawn(config))
+            except OSError as error:
+                raise StartError(
+                    f"cannot start {config.instance} in {self.run_dir.path}: {error.strerror}. "
+                    "Make room there, or choose another --run-dir"
+                ) from error
         # While a copy stays open here, connections would be accepted after the gateway's death.
         self.listener.close()
         self._write_state()
@@ -382,16 +389,21 @@ class Launcher:
             next(config for config in self._plan if config.instance == agent.instance),
             until_closed=True,
         )
-        _write_private(self.run_dir.config(config.instance), msgspec.json.encode(config))
-        last = self._spawn(config)
-        if children.wait(last, timeout_s=_AGENT_STOP_S, hurry=hurry) != 0:
+        try:
+            _write_private(self.run_dir.config(config.instance), msgspec.json.encode(config))
+            last = self._spawn(config)
+        except OSError as error:
+            trouble = f"no agent can be started: {error.strerror}"
+        else:
+            if children.wait(last, timeout_s=_AGENT_STOP_S, hurry=hurry) == 0:
+                return
             children.kill([last])
-            print(
-                f"warning: {last.describe_exit()}; what it did not export is in the rings: "
-                f"pdtrace agent --rings {self.settings.rings_path} --out {self.run_dir.path} "
-                "--until-closed",
-                file=sys.stderr,
-            )
+            trouble = last.describe_exit()
+        _warn(
+            f"{trouble}; what was not exported is in the rings: "
+            f"pdtrace agent --rings {self.settings.rings_path} --out {self.run_dir.path} "
+            "--until-closed"
+        )
 
     def close(self) -> None:
         """Kill whatever still runs and release the run directory. Idempotent."""
@@ -441,25 +453,31 @@ class Launcher:
     def _restart_agent(self, ended: Child) -> None:
         now_s = time.monotonic()
         if self._agent_due_s is None:
-            print(
-                f"warning: {ended.describe_exit()}; recording goes on, the agent is started again "
-                f"in {self._agent_pause_s:.0f} s (log: {ended.log})",
-                file=sys.stderr,
-                flush=True,
+            _warn(
+                f"{ended.describe_exit()}; recording goes on, the agent is started again "
+                f"in {self._agent_pause_s:.0f} s (log: {ended.log})"
             )
             self._agent_due_s = now_s + self._agent_pause_s
             self._agent_pause_s = min(self._agent_pause_s * 2, _AGENT_RESTART_S[1])
         elif now_s >= self._agent_due_s:
             self._agent_due_s = None
             index = self.children.index(ended)
-            self.children[index] = self._spawn(self._plan[index])
+            try:
+                self.children[index] = self._spawn(self._plan[index])
+            except OSError as error:
+                _warn(f"the agent cannot be started: {error.strerror}")
+                return
             self._write_state(ready=True)
 
     def _write_state(self, *, ready: bool = False, stopped_at: float | None = None) -> None:
+        """A disk that is full costs who reads the file, not those who are served."""
         state = msgspec.to_builtins(self.state(ready=ready, stopped_at=stopped_at))
         temporary = self.run_dir.path / ".server.json"
-        _write_private(temporary, json.dumps(state, indent=2).encode() + b"\n")
-        temporary.replace(self.run_dir.state_file)
+        try:
+            _write_private(temporary, json.dumps(state, indent=2).encode() + b"\n")
+            temporary.replace(self.run_dir.state_file)
+        except OSError as error:
+            _warn(f"cannot write {self.run_dir.state_file}, which is out of date: {error.strerror}")
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._signals += 1
@@ -503,7 +521,7 @@ def run_server(
         killed = launcher.stop()
         launcher.close()
     for child in killed:
-        print(f"warning: {child.instance} did not stop in time and was killed", file=sys.stderr)
+        _warn(f"{child.instance} did not stop in time and was killed")
     return exit_code
 
 
@@ -531,6 +549,12 @@ def explain_crash(child: Child) -> str:
     lines: Sequence[str] = child.log_tail()
     quoted = "".join(f"\n  {line}" for line in lines)
     return f"{child.describe_exit()}; the end of {child.log}:{quoted or ' (empty)'}"
+
+
+def _warn(text: str) -> None:
+    """On stderr, which may be a file on a disk that is full."""
+    with contextlib.suppress(OSError):
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _write_private(path: Path, data: bytes) -> None:

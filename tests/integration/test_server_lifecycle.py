@@ -112,6 +112,20 @@ def test_an_agent_that_dies_is_replaced_and_nothing_is_lost(tmp_path: Path) -> N
     assert "agent (pid " in (tmp_path / "run.stderr").read_text()
 
 
+def test_server_whose_run_directory_cannot_be_written_serves_and_replaces_its_agent(
+    tmp_path: Path,
+) -> None:
+    """As on a full disk, which is when an agent may die."""
+    with running_server(tmp_path / "run") as server:
+        (tmp_path / "run" / ".server.json").mkdir()
+        os.kill(server.pid("agent"), signal.SIGKILL)
+        assert wait_until(lambda: server.log("agent").count("answering at") == 2)
+        assert ask(server, Ask(request_id="after")).status == 200
+        assert server.stop() == 0
+    warning = f"warning: cannot write {tmp_path}/run/server.json, which is out of date: Is a dir"
+    assert (tmp_path / "run.stderr").read_text().count(warning) == 2
+
+
 @pytest.mark.parametrize("option", ["--agent-port=0", "--agent-port=-1"])
 def test_server_that_is_stopped_while_its_agent_is_dead_exports_all_the_same(
     tmp_path: Path, option: str
