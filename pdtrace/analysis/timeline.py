@@ -250,10 +250,6 @@ class Timeline:
         """The visits of one stage, by begin."""
         return tuple(visit for visit in self.visits if visit.name == name)
 
-    def waits_of(self, stage: str) -> tuple[Wait, ...]:
-        """Waits recorded for one stage, in the order recorded."""
-        return tuple(w for visit in self.visits for w in visit.waits if w.stage == stage)
-
 
 def build_timelines(traces: Iterable[Trace], *, max_skew_ns: int = MAX_SKEW_NS) -> list[Timeline]:
     """One timeline per request: a trace that several requests share is split by its roots.

@@ -130,10 +130,6 @@ class StuckWatch:
         self.policy = policy
         self._reported: set[str] = set()
 
-    def is_reported(self, root_span_id: str) -> bool:
-        """Whether a request in flight was reported."""
-        return root_span_id in self._reported
-
     def restore(self, root_span_ids: Iterable[str]) -> None:
         """Requests in flight that were reported before."""
         self._reported.update(root_span_ids)

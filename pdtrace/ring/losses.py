@@ -95,11 +95,6 @@ class RingLosses(msgspec.Struct, frozen=True, kw_only=True):
         """The losses by kind (`KINDS`)."""
         return {kind: getattr(self, kind) for kind in KINDS}
 
-    @property
-    def lost_anything(self) -> bool:
-        """Whether something is known to be missing."""
-        return self.unreadable is not None or any(self.counts().values())
-
 
 class Losses(msgspec.Struct, frozen=True, kw_only=True):
     """All of a run's losses.
@@ -156,6 +151,8 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
             (self.evicted, "requests given up because too many were open"),
             (self.overgrown, "marks left out of requests with too many of them"),
             (self.faults, "requests that a fault of pdtrace cost their spans or verdict"),
+            (self.lines_lost, "requests that could not be written to the files"),
+            (self.spans_dropped, "spans that no exporter sends"),
         ):
             if count:
                 found.append(f"{count} {words}")

@@ -93,10 +93,16 @@ def test_unreadable_ring_has_its_reason_until_it_can_be_read() -> None:
     assert book.is_unreadable("a.ring")
     assert book.losses().by_instance() == {}, "nobody knows whose it is"
     assert "format 9" in book.losses().sentences()[0]
-    assert book.losses().rings["a.ring"].lost_anything
     book.begin("a.ring", identity())
     assert not book.is_unreadable("a.ring")
-    assert not book.losses().rings["a.ring"].lost_anything
+    assert book.losses().sentences() == []
+
+
+def test_what_files_and_exporters_did_not_take_is_said() -> None:
+    assert LossBook().losses(lines_lost=315, spans_dropped=2, requests=9, late=4).sentences() == [
+        "315 requests that could not be written to the files",
+        "2 spans that no exporter sends",
+    ]
 
 
 def test_totals_stay_small_and_exact_however_many_rings_there_were() -> None:

@@ -349,7 +349,7 @@ def test_blockers_are_read_as_a_list_or_as_one_text() -> None:
             a.WAIT_BLOCKERS.key: listed,
         }
         timeline = build_timeline(Story(waits={"decode.reserve": attributes}).trace())
-        [wait] = timeline.waits_of("decode.reserve")
+        [wait] = timeline.visits_of("decode.reserve")[0].waits
         assert (wait.blocker, wait.blockers) == ("req-7", ("req-7", "req-8"))
 
 
@@ -576,7 +576,7 @@ def test_waits_carry_their_numbers_and_how_long_they_held() -> None:
         }
     }
     timeline = build_timeline(Story(waits=waits).stalled("decode.reserve", 0.5).trace())
-    (wait,) = timeline.waits_of("decode.reserve")
+    (wait,) = timeline.visits_of("decode.reserve")[0].waits
     assert (wait.reason, wait.needed, wait.free, wait.blocker) == ("kv_pages", 12, 3, "req-9")
     assert wait.for_ns is not None
     assert abs(wait.for_ns - 502 * MS) < 2_000

@@ -263,7 +263,7 @@ def test_worker_that_vanished_is_named_and_its_wait_ends_with_the_request() -> N
     timeline = build_timeline(replace(trace, spans=spans))
     [verdict] = judge_all([timeline])
     assert "failed by gateway (worker_lost) in prefill.compute on prefill-0: " in verdict.sentence
-    [wait] = timeline.waits_of("prefill.compute")
+    [wait] = timeline.visits_of("prefill.compute")[0].waits
     assert wait.at_ns is not None
     assert wait.for_ns is not None
     assert wait.at_ns + wait.for_ns <= timeline.total_ns

@@ -186,6 +186,18 @@ def test_prepare_resolves_port_and_model_name(tmp_path: Path) -> None:
     assert not launcher.run_dir.pools.exists()
 
 
+def test_processes_that_cannot_be_started_are_one_clear_error(tmp_path: Path) -> None:
+    launcher = Launcher.prepare(Settings(model="fake", run_dir=str(tmp_path / "run"), port=0))
+    launcher.run_dir.config("agent").mkdir()
+    try:
+        with pytest.raises(
+            StartError, match=r"cannot start agent in .*/run: Is a directory\. Make"
+        ):
+            launcher.start()
+    finally:
+        launcher.close()
+
+
 def test_state_hides_the_api_key(tmp_path: Path) -> None:
     launcher = Launcher.prepare(
         Settings(model="fake", run_dir=str(tmp_path / "run"), port=0, api_key="hunter2")
