@@ -14,7 +14,8 @@ import msgspec
 SCHEMA_VERSION = 1
 
 END_UNKNOWN = "unknown"
-"""`InFlight.ended` where the gateway let go of a request and its outcome was overwritten."""
+"""`InFlight.ended` where whoever is known to have held a request let go of it, and what the gateway
+said of its end was overwritten or is another host's."""
 
 
 class ProcessState(StrEnum):

@@ -328,11 +328,15 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
 
     @property
     def _ended(self) -> str | None:
-        if self.outcome is not None or self.ended_ns is None:
+        if self.outcome is not None:
             return self.outcome
-        # With a gateway that died nobody has ended it: its workers may go on for long.
-        lost = any(leg.lost_at_ns is not None for leg in self.legs if leg.role is Role.GATEWAY)
-        return None if lost else END_UNKNOWN
+        if self.ended_ns is None:
+            is_over = not self.has_gateway and not self.num_held
+        else:  # with a gateway that died nobody has ended it: its workers may go on for long
+            is_over = not any(
+                leg.lost_at_ns is not None for leg in self.legs if leg.role is Role.GATEWAY
+            )
+        return END_UNKNOWN if is_over else None
 
     @property
     def _token_awaited(self) -> bool:

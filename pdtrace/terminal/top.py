@@ -28,7 +28,7 @@ from rich.text import Text
 from pdtrace.analysis.waits import describe_wait_now, listed
 from pdtrace.duration import seconds_text
 from pdtrace.errors import LiveError
-from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState
+from pdtrace.inflight import END_UNKNOWN, InFlight, Look, ProcessNow, ProcessState
 from pdtrace.live.looks import LookSource
 from pdtrace.stages import STAGE_BY_NAME, Role, WaitReason
 from pdtrace.terminal.palette import COLOURS
@@ -271,7 +271,9 @@ class _Rows:
             lines[clean(waits)] = ""
         for standing in self._standings.of(request, all_legs=False):
             lines[clean(standing)] = "bold red"
-        if request.ended is not None:
+        if request.ended == END_UNKNOWN:
+            lines["over, but how it ended was not recorded"] = "dim"
+        elif request.ended is not None:
             lines[clean(f"answered ({request.ended}), not yet let go of by all workers")] = "dim"
         if request.incomplete:
             lines[clean(f"incomplete: {request.incomplete}")] = "dim"

@@ -403,7 +403,9 @@ def test_request_that_is_all_overwritten_at_the_gateway_says_so() -> None:
         )
     tracker.add_ring("far", process(Role.DECODE, clock_id="host-2"))
     tracker.feed("far", [opened(elsewhere), mark(Mark.RESERVE_RECEIVED, t_ns=15), ended()], 0)
-    told = {request.request_id: request.incomplete for request in tracker.in_flight(30)}
+    seen = tracker.in_flight(30)
+    assert {request.ended for request in seen} == {END_UNKNOWN}, "nobody holds them"
+    told = {request.request_id: request.incomplete for request in seen}
     nothing, lost = "nothing from the gateway", "gateway-0 lost 123 records"
     assert told.pop(within.request_id) == lost
     assert told == dict.fromkeys([one.request_id for one in (before, after, elsewhere)], nothing)
