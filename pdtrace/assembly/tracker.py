@@ -172,6 +172,8 @@ class _Ring:
     keys: dict[int, OpenLeg | None] = field(default_factory=dict[int, "OpenLeg | None"])
     unnamed: dict[int, list[MarkRecord]] = field(default_factory=dict[int, list[MarkRecord]])
     num_unnamed: int = 0
+    again: set[int] = field(default_factory=set[int])
+    """Keys of requests that a former tracker finished: their records are read again."""
     last_ns: int = 0
     gap_ns: int = 0
     before_gap: int = 0
@@ -259,9 +261,9 @@ class RequestTracker:
         return self._rings[ring].last_key
 
     def remember_finished(self, span_ids: Iterable[str]) -> None:
-        """Span ids of roots or attempts that were exported before: their records are late."""
+        """Span ids of roots or attempts that were exported before: their records come again."""
         for span_id in span_ids:
-            self._finished.keep(span_id, True)
+            self._finished.keep(span_id, False)
 
     def feed(self, ring: str, records: Iterable[Record], now_ns: int) -> list[str]:
         """Records of one ring in the order written; the requests that appeared in it, by root."""
@@ -471,8 +473,11 @@ class RequestTracker:
         if ring.keys.get(key) is not None:
             return False  # repeated so that it stays in the ring
         root = context.root_span_id
-        if root in self._finished or context.attempt_span_id in self._finished:
+        finished, attempt_id = self._finished, context.attempt_span_id
+        if root in finished or attempt_id in finished:
             ring.keys[key] = None
+            if not (finished.get(root) or finished.get(attempt_id)):
+                ring.again.add(key)
             self._drop_unnamed(ring, key)
             return False
         t_ns = self._to_home(ring.source, record.t_ns)
@@ -541,7 +546,7 @@ class RequestTracker:
     def _mark_without_request(self, ring: _Ring, record: MarkRecord) -> None:
         key = record.key
         if key in ring.keys:
-            self.counts.late += 1
+            self.counts.late += key not in ring.again
         elif key > ring.handled_key:
             if ring.num_unnamed < MAX_UNNAMED:
                 ring.unnamed.setdefault(key, []).append(record)
@@ -564,6 +569,7 @@ class RequestTracker:
             return
         leg = ring.keys.pop(key)
         if leg is None:
+            ring.again.discard(key)
             return
         request = self._open[leg.root]
         leg.is_held = False

@@ -460,6 +460,7 @@ def test_requests_exported_before_are_not_built_again() -> None:
     tracker.remember_finished([CONTEXT.root_span_id])
     tracker.feed(GATEWAY, WHOLE, 0)
     assert tracker.finished(GRACE_NS) == []
+    assert tracker.counts.late == 0, "they are read again, and were in time"
     other = contexts(2)[1]
     tracker.remember_finished([other.attempt_span_id])
     assert tracker.feed(DECODE, [opened(other, 2)], 0) == []
