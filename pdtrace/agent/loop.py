@@ -129,6 +129,7 @@ class Metrics(Protocol):
 class _State(msgspec.Struct, frozen=True, kw_only=True):
     """What a restarted agent needs. Requests finished since `sink` stand in the sink's files.
 
+    written   where the sink stood: what stands behind it is not in `losses`
     stuck     its StuckPolicy, for who judges in its place while it is stopped
     reported  what was reported as stuck of requests in flight, by root
     """
@@ -136,6 +137,7 @@ class _State(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 1
     rings: dict[str, RingState] = {}
     sink: SinkPosition = SinkPosition()
+    written: SinkPosition | None = None
     losses: Losses = Losses()
     stuck: dict[str, Any] = {}
     reported: dict[str, tuple[Stuck, ...]] = {}
@@ -562,10 +564,33 @@ class Agent:
             state = _State()
         if state.sink > (self._delivery.position or SinkPosition()):  # somebody removed files
             state = msgspec.structs.replace(state, sink=SinkPosition())
+        if state.written is not None:
+            state = msgspec.structs.replace(
+                state, losses=self._with_uncounted(state, state.written)
+            )
         self._state = state
         self._watch.restore(state.reported)
         self._tracker.remember_stuck(state.reported)
         self._remember_delivered(state.sink)
+
+    def _with_uncounted(self, state: _State, since: SinkPosition) -> Losses:
+        """The losses with the requests that an agent delivered after it wrote its state, before it
+        was killed."""
+        requests = incomplete = 0
+        for line in self._delivery.lines_since(since):
+            try:
+                spans = decode_line(line)
+            except ValueError:
+                continue
+            if spans and not is_step(spans[0]):
+                requests += 1
+                incomplete += a.INCOMPLETE.key in spans[0].attributes
+        losses = state.losses
+        return msgspec.structs.replace(
+            losses,
+            requests=losses.requests + requests,
+            incomplete=losses.incomplete + incomplete,
+        )
 
     def _remember_delivered(self, since: SinkPosition | None) -> None:
         """Requests and steps that the files have behind `since` are not delivered again."""
@@ -591,11 +616,19 @@ class Agent:
             raise AgentError(f"{path.parent} is another agent's now: this one ends")
         self._steps.keep(self._tails.live)
         self._tails.delete_drafts()
-        rings, sink = self._tails.states(self._delivery.position or SinkPosition())
+        written = self._delivery.position
+        rings, sink = self._tails.states(written or SinkPosition())
         stuck = dataclasses.asdict(self.config.stuck)
         with self._tails.lock:
             reported = self._tracker.stuck_ones(MAX_STUCK_KEPT)
-        state = _State(rings=rings, sink=sink, losses=self.losses(), stuck=stuck, reported=reported)
+        state = _State(
+            rings=rings,
+            sink=sink,
+            written=written,
+            losses=self.losses(),
+            stuck=stuck,
+            reported=reported,
+        )
         if path is None or self._save(path, state):
             self._summary.rings_deleted += self._tails.delete_old(self.config.keep_rings)
 

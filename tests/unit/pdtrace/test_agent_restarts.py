@@ -261,6 +261,22 @@ def test_losses_add_up_over_agents_and_nothing_is_counted_twice(tmp_path: Path) 
     assert a.INCOMPLETE.key in spans[0].attributes
 
 
+def test_requests_delivered_right_before_a_kill_are_counted_once(
+    tmp_path: Path, recorders: Mapping[Role, Recorder]
+) -> None:
+    for number in range(3):
+        record_request(recorders, request_id=f"early-{number}")
+    once(tmp_path)
+    before = (tmp_path / STATE_NAME).read_bytes()
+    for number in range(4):
+        record_request(recorders, request_id=f"late-{number}")
+    once(tmp_path)
+    (tmp_path / STATE_NAME).write_bytes(before)  # as if it had been killed before it wrote that
+    for _ in range(2):
+        once(tmp_path)
+        assert (len(written(tmp_path)), read_losses(tmp_path).requests) == (7, 7)
+
+
 def test_writers_end_and_unreadable_rings_stand_in_the_book(tmp_path: Path) -> None:
     recorders = open_recorders(tmp_path / "rings", roles=(Role.GATEWAY, Role.DECODE))
     record_request_until_reserve(recorders)
