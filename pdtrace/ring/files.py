@@ -33,7 +33,7 @@ def scan_rings(directory: str | Path) -> list[Path]:
 def create_ring(
     directory: str | Path, identity: RingIdentity, capacity: RingCapacity
 ) -> tuple[RingWriter, Path]:
-    """Make `<directory>/<instance>-<pid>.ring` (mode 0600), all of its disk space taken.
+    """Make `<directory>/<instance>-<pid>.ring` (mode 0400), all of its disk space taken.
 
     The directory is made (mode 0700) when missing. An existing file is never written over: a
     further ring of the same name gets `-2`, `-3`, … The file appears complete and locked.

@@ -68,7 +68,9 @@ MAX_CLOCK_ID_BYTES = 1024
 
 SUFFIX = ".ring"
 DIRECTORY_MODE = 0o700
-FILE_MODE = 0o600
+FILE_MODE = 0o400
+"""Not even its owner may open it to write: who cuts a ring short, by a slip of `>` or `truncate`,
+kills its writer by SIGBUS. The writer has its descriptor already; root may do as it likes."""
 
 
 def block_checksum(sequence: int, number: int) -> int:

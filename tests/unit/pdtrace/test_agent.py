@@ -653,6 +653,7 @@ def test_ring_cut_short_under_the_agent_does_not_stop_it(
     agent.poll()
     path = recorders[Role.WORKER].path
     assert path
+    path.chmod(0o600)
     os.truncate(path, 20_000)
     record_request(recorders, request_id="two")
     agent.poll()
