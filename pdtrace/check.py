@@ -112,7 +112,7 @@ class CheckReport:
             passes = f" and {_many(self.step_traces, 'trace')} of forward passes"
         return (
             f"{_many(self.requests, 'request')} in {traces}{passes}, "
-            f"{_many(self.spans, 'span')}: {outcomes}.",
+            f"{_many(self.spans, 'span')}{': ' if outcomes else ''}{outcomes}.",
             f"Unexplained: {self.unexplained_share * 100:.4f} % of the requests' time.",
             *(clock.sentence for clock in self.clocks),
         )

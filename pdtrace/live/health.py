@@ -124,6 +124,8 @@ def read_health(run: Path) -> RunHealth:
                 is_closed = reader.writer_state() is WriterState.CLOSED
                 is_unread = is_closed and _is_begun(losses.rings.get(path.name))
                 known[path.name], ended_unseen = _merged(known.get(path.name), reader)
+        except FileNotFoundError:
+            continue  # the agent has deleted it since: it was delivered
         except RingError as error:
             unreadable[path.name] = str(error)
         except OSError as error:

@@ -132,6 +132,19 @@ def test_unreadable_rings_are_named_with_the_reason(tmp_path: Path) -> None:
     assert "y.ring has ring format 9, this pdtrace reads format 1" in lines[1]
 
 
+def test_ring_that_goes_away_while_rings_are_read_is_no_unreadable_one(tmp_path: Path) -> None:
+    """An agent deletes rings whose requests are delivered at any time."""
+    recorders = open_recorders(tmp_path / "rings", roles=[Role.GATEWAY])
+    recorders[Role.GATEWAY].close()
+    (tmp_path / "rings" / "gone.ring").symlink_to("deleted")  # listed, and not there
+    assert not read_health(tmp_path).unreadable
+
+
+def test_recording_without_requests_has_facts_all_the_same() -> None:
+    none = Recording(source="test", traces=(), files=1, lines=0, spans=0, problems=Problems())
+    assert check_recording(none).facts[0] == "0 requests in 0 traces, 0 spans."
+
+
 def test_lost_records_are_counted_by_how_they_were_lost() -> None:
     lossy = decode(losses={"missed": 97, "torn": 1, "dropped": 25, "errors": 2})
     assert lossy.lost == (
