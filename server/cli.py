@@ -1,4 +1,4 @@
-"""The command line of the server: `python -m server up` and `python -m server demo`.
+"""The command line of the server: `python -m server up`, `inject` and `demo`.
 
 Owns option names and what is printed; settings and defaults are `server.config`, starting and
 stopping is `server.launch`. `pdtrace` is another program (`pdtrace.cli`).
@@ -21,9 +21,12 @@ from server.clock_fault import parse_clock_faults
 from server.config import WITHOUT_EFFECT, Settings, flag
 from server.errors import StartError
 from server.faults import MAX_DELAY_MS
+from server.injection.client import ANSWER_S, inject
+from server.injection.fault import Fault
+from server.injection.script import parse_faults, read_faults
 from server.launch import Launcher, run_server
 from server.process import EXIT_START_ERROR
-from server.rundir import timestamped
+from server.rundir import LATEST, timestamped
 
 DEFAULTS = Settings()
 RUNS = Path("run")
@@ -167,6 +170,13 @@ def up(
             "INSTANCE:offset_s=S,drift_ppm=P,step_s=S,step_after_s=S,host=NAME"
         ),
     ] = None,
+    faults: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Arm the faults in a JSON file (tests; needs --allow-faults). See docs/faults.md.",
+        ),
+    ] = None,
     record: Annotated[
         bool, typer.Option("--record/--no-record", help="Record marks and run the agent.")
     ] = DEFAULTS.record,
@@ -220,6 +230,7 @@ def up(
             api_key=api_key,
             allow_faults=allow_faults,
             clock_faults=parse_clock_faults(clock_fault or []),
+            faults=() if faults is None else read_faults(faults),
             record=record,
             agent_port=agent_port,
         )
@@ -251,6 +262,59 @@ def up(
             latest=run_dir is None,
         )
     raise typer.Exit(exit_code)
+
+
+@app.command("inject")
+def inject_faults(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FILE|JSON|-]",
+            help="Faults: a JSON file, the JSON itself, or - for standard input. Without it: only "
+            "tell what is armed and what was injected.",
+        ),
+    ] = None,
+    run_dir: Annotated[Path, typer.Option(help="Folder of the running server.")] = RUNS / LATEST,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Disarm what is armed first; what is held goes on.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for the processes' answers.")
+    ] = ANSWER_S,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
+) -> None:
+    """Let things go wrong in a running server that was started with --allow-faults (tests).
+
+    Exit code 0: every process answered; 1: some did not; 2: the faults or the server are unusable.
+    """
+    try:
+        faults = () if source is None else _faults_of(source)
+        reports = inject(run_dir, faults, clear=clear, timeout_s=timeout)
+    except StartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_START_ERROR) from error
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(reports)))
+    else:
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for name in ("process", "armed", "injected so far"):
+            table.add_column(name)
+        for instance, report in reports.items():
+            if report is None:
+                table.add_row(instance, "?", "no answer")
+            else:
+                counts = ", ".join(f"{name} {n}" for name, n in sorted(report.injected.items()))
+                table.add_row(instance, str(report.armed), counts or "nothing")
+        Console(highlight=False).print(table)
+    raise typer.Exit(1 if None in reports.values() else 0)
+
+
+def _faults_of(source: str) -> tuple[Fault, ...]:
+    if source == "-":
+        return parse_faults(sys.stdin.read(), source="standard input")
+    if source.lstrip().startswith(("[", "{")):
+        return parse_faults(source, source="the faults")
+    return read_faults(Path(source))
 
 
 @app.command()

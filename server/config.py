@@ -14,6 +14,7 @@ import msgspec
 
 from server.clock_fault import ClockFault
 from server.errors import StartError
+from server.injection.fault import Fault, check_at
 
 PD = "pd"
 COLOCATED = "colocated"
@@ -97,6 +98,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     gap_threshold_s: float = 0.5
     allow_faults: bool = False
     clock_faults: dict[str, ClockFault] = {}  # by instance
+    faults: tuple[Fault, ...] = ()  # armed at start
     record: bool = True
     agent_port: int = 0  # where the recording's agent answers; 0: any free one, -1: nowhere
     api_key: str | None = None
@@ -145,6 +147,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 f"no clock fault for {', '.join(sorted(unknown))}: expected one of "
                 f"{', '.join(sorted(self._may_have_clock_faults()))}"
             )
+        if self.faults and not self.allow_faults:
+            raise StartError("faults need --allow-faults")
+        check_at(self.faults, self._may_have_faults())
         if not 0 <= self.port <= 65535:
             raise StartError(f"--port is {self.port}, expected 0 to 65535")
         if not NO_AGENT_HTTP <= self.agent_port <= 65535:
@@ -154,11 +159,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def _may_have_clock_faults(self) -> set[str]:
         """All workers; the gateway's clock is the one that they are compared with."""
+        return {
+            f"{role}-{number}" for role, count in self._workers.items() for number in range(count)
+        }
+
+    def _may_have_faults(self) -> set[str]:
+        """Instances and roles of all processes that take messages."""
+        return {*self._may_have_clock_faults(), *self._workers, "gateway", "gateway-0"}
+
+    @property
+    def _workers(self) -> Mapping[str, int]:
         if self.mode == COLOCATED:
-            return {f"worker-{number}" for number in range(self.workers)}
+            return {"worker": self.workers}
         transfers = 2 if self.transfer == "tcp" else 1
-        counts = {"prefill": self.prefill, "decode": self.decode, "transfer": transfers}
-        return {f"{role}-{number}" for role, count in counts.items() for number in range(count)}
+        return {"prefill": self.prefill, "decode": self.decode, "transfer": transfers}
 
     @property
     def run_path(self) -> Path:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeAlias
 
 from pdtrace.clock import SYSTEM_CLOCK, Clock
 from server.config import ProcessConfig
@@ -16,8 +17,19 @@ from server.engine.base import ModelInfo
 from server.kv.layout import KvLayout
 from server.kv.pool import PoolDescriptor
 from server.round_trips import RoundTrips
-from server.wire.messages import Heartbeat, Peer, RegisterPool, WorkerLoad
+from server.wire.messages import AnyMessage, Heartbeat, Peer, RegisterPool, WorkerLoad
 from server.wire.sockets import Outbox
+
+
+class BeatOutbox(Protocol):
+    """What the thread sends through; `server.wire.sockets.Outbox`."""
+
+    def send(self, endpoint: str, message: AnyMessage) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+MakeOutbox: TypeAlias = Callable[[], BeatOutbox]
 
 _logger = logging.getLogger(__name__)
 
@@ -80,6 +92,7 @@ class HeartbeatThread:
         pool: PoolDescriptor | None = None,
         round_trips: RoundTrips | None = None,
         clock: Clock = SYSTEM_CLOCK,
+        make_outbox: MakeOutbox = Outbox,
     ) -> None:
         self._config = config
         self._progress = progress
@@ -88,6 +101,7 @@ class HeartbeatThread:
         self._pool = pool
         self._round_trips = RoundTrips() if round_trips is None else round_trips
         self._clock = clock
+        self._make_outbox = make_outbox
         self._peer = Peer(
             instance=config.instance, endpoint=config.endpoint, incarnation=config.incarnation
         )
@@ -105,7 +119,7 @@ class HeartbeatThread:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        outbox = Outbox()
+        outbox = self._make_outbox()  # here: it belongs to this thread
         try:
             while True:
                 last = self._stopping.is_set()
@@ -119,7 +133,7 @@ class HeartbeatThread:
         finally:
             outbox.close()
 
-    def _beat(self, outbox: Outbox, *, draining: bool) -> None:
+    def _beat(self, outbox: BeatOutbox, *, draining: bool) -> None:
         # Read age before load: a tick in between makes the beat look older, never fresher.
         age_s = self._progress.age_s
         state = self._progress.state

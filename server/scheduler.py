@@ -25,6 +25,7 @@ from server.config import ProcessConfig
 from server.engine.base import Engine
 from server.errors import IntegrityError
 from server.heartbeat import Progress
+from server.injection.process import refuse
 from server.kv.pages import PageAllocator
 from server.legs import LegT, LegTable
 from server.loop_log import Doing, LoopLog
@@ -235,6 +236,7 @@ class Scheduler(ABC, Generic[LegT]):
     def ignore(self, why: str, message: AnyMessage) -> None:
         """Count a message without effect."""
         self.ignored[f"{why}.{type(message).__name__}"] += 1
+        refuse(message, self.config.instance)
 
     def ignore_unknown(self, message: AnyMessage) -> None:
         """Count a message of a handoff that is not in the table."""

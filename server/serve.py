@@ -19,6 +19,8 @@ from server.engine.base import Engine
 from server.engine.loader import EngineConfig, load_engine
 from server.errors import StartError
 from server.heartbeat import HeartbeatThread, Progress
+from server.injection.process import heartbeat_outbox, make_injector, recorder_clock
+from server.injection.workers import disturb, faulty_ports
 from server.pauses import Pauses, PauseThread
 from server.recording import open_recorder, process_clock
 from server.round_trips import RoundTrips
@@ -57,7 +59,8 @@ def serve(
         if engine is None:
             engine = _load(config, role)
         stack.callback(engine.close)
-        recorder = open_recorder(config, role, clock)
+        injector = make_injector(config)
+        recorder = open_recorder(config, role, recorder_clock(clock, injector))
         stack.callback(recorder.close)
         outbox = Outbox()
         stack.callback(outbox.close)
@@ -65,19 +68,16 @@ def serve(
         round_trips = RoundTrips(config.incarnation)
         pauses = Pauses(clock)
         pause_thread = PauseThread(pauses)
-        worker = make_worker(
-            config,
-            engine,
-            Ports(
-                inbox=inbox,
-                outbox=outbox,
-                recorder=recorder,
-                progress=progress,
-                clock=clock.monotonic_ns,
-                round_trips=round_trips,
-                pauses=pauses.within,
-            ),
+        ports = Ports(
+            inbox=inbox,
+            outbox=outbox,
+            recorder=recorder,
+            progress=progress,
+            clock=clock.monotonic_ns,
+            round_trips=round_trips,
+            pauses=pauses.within,
         )
+        worker = make_worker(config, engine, faulty_ports(ports, injector))
         heartbeat = HeartbeatThread(
             config,
             progress,
@@ -86,7 +86,9 @@ def serve(
             pool=engine.pool.descriptor,
             round_trips=round_trips,
             clock=clock,
+            make_outbox=heartbeat_outbox(injector),
         )
+        disturb(worker, injector, config.settings.faults)
         heartbeat.start()
         stack.callback(heartbeat.stop)
         pause_thread.start()

@@ -25,6 +25,7 @@ from server.gateway.routing import (
     choose_pair,
     count_pairs,
 )
+from server.injection.process import refuse
 from server.wire.messages import AnyMessage, Heartbeat, LegClosed, Peer, Tokens
 
 _logger = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class Cluster:
                 mailbox.put(WorkersChanged())
         else:
             self._ignored(type(message).__name__)
+            refuse(message, self.me.instance)
 
     def bury_dead(self) -> None:
         """Notice who has not beaten in time. To be called every `heartbeat_s`.

@@ -140,7 +140,7 @@ class GatewayMetrics:
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """Exposition in the format that `accept` prefers, and its content type."""
-        self._guard(self._refresh_members)
+        self.guard(self._refresh_members)
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
@@ -158,23 +158,24 @@ class GatewayMetrics:
 
     def ended(self, operation: Operation, outcome: Outcome, reason: str, seconds: float) -> None:
         """A request is over. `reason` is "" when it completed."""
-        self._guard(lambda: self._requests.labels(operation, outcome, reason).inc())
+        self.guard(lambda: self._requests.labels(operation, outcome, reason).inc())
         self._observe(self._duration.labels(operation, self._model, reason), seconds)
 
     def tokens(self, counts: Mapping[str, int]) -> None:
         """Tokens of a served request by type: input, output, cached."""
         for kind, count in counts.items():
-            self._guard(lambda kind=kind, count=count: self._tokens.labels(kind).inc(count))
+            self.guard(lambda kind=kind, count=count: self._tokens.labels(kind).inc(count))
 
     def ignored(self, kind: str) -> None:
-        self._guard(lambda: self._ignored.labels(kind).inc())
+        self.guard(lambda: self._ignored.labels(kind).inc())
 
     def _observe(self, histogram: Histogram, seconds: float) -> None:
         if seconds < 0:
             self._errors.inc()
-        self._guard(lambda: histogram.observe(max(0.0, seconds)))
+        self.guard(lambda: histogram.observe(max(0.0, seconds)))
 
-    def _guard(self, record: Callable[[], object]) -> None:
+    def guard(self, record: Callable[[], object]) -> None:
+        """Call `record`; what it raises is counted and goes no further."""
         try:
             record()
         except Exception:  # a measurement must never fail a request

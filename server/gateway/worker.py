@@ -23,9 +23,13 @@ from pdtrace.stages import Role
 from server.config import ProcessConfig
 from server.engine.loader import load_model_info
 from server.errors import StartError
+from server.gateway.cluster import Mail
 from server.gateway.http import create_app
 from server.gateway.pipeline import Gateway
 from server.gateway.protocol import GatewayProtocol
+from server.injection.gateways import disturb, faulty_inbox, faulty_mail
+from server.injection.ports import AsyncSource
+from server.injection.process import make_injector, recorder_clock
 from server.recording import open_recorder
 from server.tokenizer import load_tokenizer
 from server.wire.messages import Heartbeat, HeartbeatAck, Peer
@@ -58,7 +62,9 @@ async def _serve(config: ProcessConfig, listener: socket.socket) -> None:
     outbox = Outbox()
     recorder = Recorder.disabled()
     try:
-        recorder = open_recorder(config, Role.GATEWAY, SYSTEM_CLOCK)
+        injector = make_injector(config)
+        mail = faulty_mail(outbox, injector)
+        recorder = open_recorder(config, Role.GATEWAY, recorder_clock(SYSTEM_CLOCK, injector))
         gateway = Gateway(
             settings=settings,
             me=Peer(
@@ -68,12 +74,14 @@ async def _serve(config: ProcessConfig, listener: socket.socket) -> None:
             ),
             model=model,
             tokenizer=tokenizer,
-            mail=outbox,
+            mail=mail,
             recorder=recorder,
         )
+        disturb(gateway, injector, settings.faults)
         server = HttpServer(gateway)
+        source = faulty_inbox(inbox, mail, injector)
         tasks = [
-            asyncio.create_task(_deliver(inbox, outbox, gateway, recorder.clock_id)),
+            asyncio.create_task(_deliver(source, mail, gateway, recorder.clock_id)),
             asyncio.create_task(_tick(gateway, settings.heartbeat_s)),
             asyncio.create_task(_stop_on_signal(gateway, server)),
         ]
@@ -129,14 +137,14 @@ def _listener(config: ProcessConfig) -> socket.socket:
         ) from error
 
 
-async def _deliver(inbox: AsyncInbox, outbox: Outbox, gateway: Gateway, clock_id: str) -> None:
+async def _deliver(inbox: AsyncSource, mail: Mail, gateway: Gateway, clock_id: str) -> None:
     me = gateway.cluster.me
     while True:
         for received in await inbox.receive():
             try:
                 if isinstance(received.message, Heartbeat):
                     beat = received.message
-                    outbox.send(
+                    mail.send(
                         beat.peer.endpoint,
                         acknowledge(beat, received.arrived_ns, me, clock_id),
                     )

@@ -15,6 +15,7 @@ import msgspec
 
 from pdtrace.recorder import RequestContext
 from server.engine.base import ModelInfo, SamplingParams
+from server.injection.fault import Fault
 from server.kv.layout import KvLayout
 from server.kv.pool import PoolDescriptor
 
@@ -303,6 +304,33 @@ class LegClosed(Message, frozen=True, kw_only=True):
     by: str
 
 
+# -- faults -----------------------------------------------------------------------------------
+
+
+class InjectFaults(Message, frozen=True, kw_only=True):
+    """Test → any process: from here on these go wrong. Obeyed only where settings allow faults.
+
+    clear      disarm what is armed first; what is held back goes on
+    reply_to   who gets a FaultReport; without faults and `clear` that is all that happens
+    """
+
+    faults: tuple[Fault, ...] = ()
+    clear: bool = False
+    reply_to: Peer | None = None
+
+
+class FaultReport(Message, frozen=True, kw_only=True):
+    """Answer to InjectFaults.
+
+    armed      faults that will act yet, or may
+    injected   how often each has acted since the process started, by name: "drop.CopyDone"
+    """
+
+    peer: Peer
+    armed: int
+    injected: dict[str, int]
+
+
 AnyMessage = (
     Heartbeat
     | HeartbeatAck
@@ -321,6 +349,8 @@ AnyMessage = (
     | CopiesDrained
     | Tokens
     | LegClosed
+    | InjectFaults
+    | FaultReport
 )
 
 _encoder = msgspec.msgpack.Encoder()

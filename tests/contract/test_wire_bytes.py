@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pdtrace.propagation import RequestContext
 from pdtrace.stages import Mode
 from server.engine.base import ModelInfo, SamplingParams
+from server.injection.fault import Delay, Direction, Drop, Pause, Place, Raise, Reorder, Repeat
 from server.kv.layout import KvLayout
 from server.kv.pool import PoolDescriptor
 from server.wire.messages import (
@@ -33,9 +34,11 @@ from server.wire.messages import (
     CopyFailed,
     CopyJob,
     DecodeRequest,
+    FaultReport,
     Handoff,
     Heartbeat,
     HeartbeatAck,
+    InjectFaults,
     LegClosed,
     PagesReserved,
     Peer,
@@ -190,6 +193,19 @@ MESSAGES: list[AnyMessage] = [
         message="",
         by="decode-0",
     ),
+    InjectFaults(
+        faults=(
+            Drop(at="decode-0", message="CopyDone", direction=Direction.SENT, nth=2, count=None),
+            Delay(message="Handoff", ms=300),
+            Repeat(message="Tokens", ms=5),
+            Reorder(message="PagesReserved"),
+            Raise(at="prefill", place=Place.MESSAGE, message="Abort"),
+            Pause(at="transfer-0", ms=2000, after_ms=100),
+        ),
+        clear=True,
+        reply_to=GATEWAY,
+    ),
+    FaultReport(peer=DECODE, armed=1, injected={"drop.CopyDone": 2}),
 ]
 
 GOLDEN: dict[str, str] = {
@@ -317,6 +333,25 @@ GOLDEN: dict[str, str] = {
         "5044540287a474797065a94c6567436c6f736564aa68616e646f66665f6964a4686f2d31a8696e7374616e63"
         "65a86465636f64652d30a76f7574636f6d65a9636f6d706c65746564a6726561736f6ea473746f70a76d6573"
         "73616765a0a26279a86465636f64652d30"
+    ),
+    "InjectFaults": (
+        "5044540284a474797065ac496e6a6563744661756c7473a66661756c74739686a46b696e64a464726f70a261"
+        "74a86465636f64652d30a76d657373616765a8436f7079446f6e65a9646972656374696f6ea473656e74a36e"
+        "746802a5636f756e74c087a46b696e64a564656c6179a26174a0a76d657373616765a748616e646f6666a964"
+        "6972656374696f6ea87265636569766564a36e746801a5636f756e7401a26d73cd012c87a46b696e64a67265"
+        "70656174a26174a0a76d657373616765a6546f6b656e73a9646972656374696f6ea87265636569766564a36e"
+        "746801a5636f756e7401a26d730587a46b696e64a772656f72646572a26174a0a76d657373616765ad506167"
+        "65735265736572766564a9646972656374696f6ea87265636569766564a36e746801a5636f756e7401a26d73"
+        "cd03e886a46b696e64a57261697365a26174a770726566696c6ca5706c616365a76d657373616765a36e7468"
+        "01a5636f756e7401a76d657373616765a541626f727484a46b696e64a57061757365a26174aa7472616e7366"
+        "65722d30a861667465725f6d7364a26d73cd07d0a5636c656172c3a87265706c795f746f83a8696e7374616e"
+        "6365a9676174657761792d30a8656e64706f696e74ac6970633a2f2f2f72756e2f67ab696e6361726e617469"
+        "6f6ea26363"
+    ),
+    "FaultReport": (
+        "5044540284a474797065ab4661756c745265706f7274a47065657283a8696e7374616e6365a86465636f6465"
+        "2d30a8656e64706f696e74ac6970633a2f2f2f72756e2f64ab696e6361726e6174696f6ea26262a561726d65"
+        "6401a8696e6a656374656481ad64726f702e436f7079446f6e6502"
     ),
 }
 

@@ -20,6 +20,15 @@ from pdtrace.stopping import Stop, StopFlag, stop_on_signals
 from server.config import ProcessConfig
 from server.errors import StartError
 from server.heartbeat import HeartbeatThread, Progress
+from server.injection.injector import Injector
+from server.injection.process import heartbeat_outbox, make_injector, recorder_clock, refuse
+from server.injection.transfers import (
+    FaultyTcpTransfer,
+    disturb,
+    faulty_sink,
+    faulty_source,
+    faulty_transfer,
+)
 from server.kv.transfer.base import (
     Copied,
     CopyState,
@@ -155,6 +164,7 @@ class TransferWorker:
                     record_round_trip(self._recorder, trip)
             case _:
                 self.ignored["unexpected"] += 1
+                refuse(message, self.config.instance)
 
     def _receive_job(self, message: CopyJob, arrived_ns: int) -> None:
         handoff_id = message.context.handoff_id
@@ -434,12 +444,13 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
     stop = StopFlag() if stop is None else stop
     with contextlib.ExitStack() as stack:
         clock = process_clock(config)
-        transfer = _make_transfer(config, clock)
+        injector = make_injector(config)
+        transfer = faulty_transfer(_make_transfer(config, clock, injector), injector)
         stack.callback(transfer.close)
         stack.enter_context(stop_on_signals(stop, transfer.wake))
         inbox = Inbox(config.endpoint, on_arrival=transfer.wake, clock=clock)
         stack.callback(inbox.close)
-        recorder = open_recorder(config, Role.TRANSFER, clock)
+        recorder = open_recorder(config, Role.TRANSFER, recorder_clock(clock, injector))
         stack.callback(recorder.close)
         outbox = Outbox()
         stack.callback(outbox.close)
@@ -448,14 +459,21 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
         worker = TransferWorker(
             config,
             transfer=transfer,
-            inbox=inbox,
-            outbox=outbox,
+            inbox=faulty_source(inbox, outbox, injector, clock),
+            outbox=faulty_sink(outbox, injector),
             recorder=recorder,
             progress=progress,
             round_trips=round_trips,
             clock=clock,
         )
-        heartbeat = HeartbeatThread(config, progress, round_trips=round_trips, clock=clock)
+        disturb(worker, injector, config.settings.faults)
+        heartbeat = HeartbeatThread(
+            config,
+            progress,
+            round_trips=round_trips,
+            clock=clock,
+            make_outbox=heartbeat_outbox(injector),
+        )
         heartbeat.start()
         stack.callback(heartbeat.stop)
         _logger.info("%s serves at %s", config.instance, config.endpoint)
@@ -479,13 +497,14 @@ def take_step(worker: TransferWorker, max_wait_s: float) -> None:
         worker.fail_all(Reason.INTERNAL, "a turn of the transfer loop failed")
 
 
-def _make_transfer(config: ProcessConfig, clock: Clock) -> KvTransfer:
+def _make_transfer(config: ProcessConfig, clock: Clock, injector: Injector | None) -> KvTransfer:
     if config.settings.transfer == "shm":
         return ShmTransfer(clock=clock)
     if config.transfer_address is None:
         raise StartError(f"{config.instance} has no transfer_address, TCP transfer needs one")
-    return TcpTransfer(
-        config.transfer_address,
-        copy_timeout_s=config.settings.deadlines.transfer_s,
-        clock=clock,
-    )
+    timeout_s = config.settings.deadlines.transfer_s
+    if injector is not None:
+        return FaultyTcpTransfer(
+            config.transfer_address, copy_timeout_s=timeout_s, clock=clock, injector=injector
+        )
+    return TcpTransfer(config.transfer_address, copy_timeout_s=timeout_s, clock=clock)

@@ -1,0 +1,60 @@
+"""Faults of the gateway.
+
+Owns which of its parts is wrapped for which place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from server.gateway.cluster import Mail
+from server.gateway.pipeline import Gateway
+from server.injection.fault import Fault, Place
+from server.injection.injector import Injector
+from server.injection.ports import AsyncFaultyInbox, AsyncSource, FaultyOutbox
+from server.wire.messages import AnyMessage
+
+
+class FaultyMail(FaultyOutbox):
+    """The gateway's outbox with faults behind it."""
+
+    def __init__(self, mail: Mail, injector: Injector) -> None:
+        super().__init__(mail, injector)
+        self._mail = mail
+
+    def forget(self, endpoint: str) -> None:
+        self._mail.forget(endpoint)
+
+
+def faulty_mail(mail: Mail, injector: Injector | None) -> Mail:
+    """`mail` with faults behind it."""
+    if injector is None:
+        return mail
+    faulty = FaultyMail(mail, injector)
+    injector.watch(faulty)
+    return faulty
+
+
+def faulty_inbox(inbox: AsyncSource, mail: Mail, injector: Injector | None) -> AsyncSource:
+    """`inbox` with faults behind it; `mail` takes the answers to InjectFaults."""
+    return inbox if injector is None else AsyncFaultyInbox(inbox, mail, injector)
+
+
+def disturb(gateway: Gateway, injector: Injector | None, faults: Iterable[Fault]) -> None:
+    """Wrap the parts of `gateway`, whose ports are faulty already, and arm `faults`."""
+    if injector is None:
+        return
+    deliver, metrics = gateway.cluster.deliver, gateway.metrics
+    guard = metrics.guard
+
+    def faulty_deliver(message: AnyMessage) -> None:
+        injector.call(Place.MESSAGE, type(message).__name__)
+        deliver(message)
+
+    def faulty_guard(record: Callable[[], object]) -> None:
+        guard(injector.around(Place.METRICS, record))
+
+    gateway.tick = injector.around(Place.STEP, gateway.tick)
+    gateway.cluster.deliver = faulty_deliver
+    metrics.guard = faulty_guard
+    injector.arm(faults)

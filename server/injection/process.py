@@ -1,0 +1,73 @@
+"""What every process of a server that allows faults has: an injector, and parts wrapped by it.
+
+Owns the wrappers that roles share; each role's own are `server.injection.workers`, `transfers` and
+`gateways`. Without an injector, as in every server that does not allow faults, all of them return
+what they were given.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from pdtrace.clock import Clock
+from server.config import ProcessConfig
+from server.heartbeat import MakeOutbox
+from server.injection.fault import Place
+from server.injection.injector import Injector
+from server.injection.ports import FaultyOutbox
+from server.wire.messages import AnyMessage, InjectFaults, Peer
+from server.wire.sockets import Outbox
+
+_logger = logging.getLogger(__name__)
+
+
+def make_injector(config: ProcessConfig) -> Injector | None:
+    """The process's injector, with nothing armed; None unless settings allow faults."""
+    if not config.settings.allow_faults:
+        return None
+    me = Peer(instance=config.instance, endpoint=config.endpoint, incarnation=config.incarnation)
+    return Injector(me, role=config.role)
+
+
+def recorder_clock(clock: Clock, injector: Injector | None) -> Clock:
+    """The recorder's clock: reading it is the place "recorder"."""
+    return clock if injector is None else _RaisingClock(clock, injector)
+
+
+def heartbeat_outbox(injector: Injector | None) -> MakeOutbox:
+    """What makes the outbox of the heartbeat's thread."""
+    if injector is None:
+        return Outbox
+
+    def make() -> _ClosingOutbox:
+        return _ClosingOutbox(Outbox(), injector)
+
+    return make
+
+
+def refuse(message: AnyMessage, instance: str) -> None:
+    """Say that `message`, if it is InjectFaults, came to a process that does not allow faults."""
+    if isinstance(message, InjectFaults):
+        _logger.warning("%s does not allow faults: InjectFaults is ignored", instance)
+
+
+class _ClosingOutbox(FaultyOutbox):
+    def __init__(self, outbox: Outbox, injector: Injector) -> None:
+        super().__init__(outbox, injector)
+        self._inner = outbox
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _RaisingClock:
+    def __init__(self, clock: Clock, injector: Injector) -> None:
+        self._clock = clock
+        self._injector = injector
+
+    def monotonic_ns(self) -> int:
+        self._injector.call(Place.RECORDER)
+        return self._clock.monotonic_ns()
+
+    def wall_ns(self) -> int:
+        return self._clock.wall_ns()
