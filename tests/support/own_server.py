@@ -101,6 +101,14 @@ class OwnServer:
     def signal(self, instance: str, number: signal.Signals) -> None:
         self._children[instance].send_signal(number)
 
+    def sockets(self, instance: str) -> int:
+        """Sockets that a process has open."""
+        count = 0
+        for entry in Path(f"/proc/{self._children[instance].pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # it may be closed by now
+                count += str(entry.readlink()).startswith("socket:")
+        return count
+
     def log(self, instance: str) -> str:
         return (self.run_dir / f"{instance}.log").read_text()
 

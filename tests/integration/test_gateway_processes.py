@@ -1,8 +1,8 @@
-"""Processes of a real server die under its requests: what their callers get, and what is recorded.
+"""The gateway before real processes, and when these die: what callers get, and what is recorded.
 
-One server for all of it, in this order: it begins with the gateway alone; a prefill worker and a
-decode worker are killed while they hold requests of which nothing was sent, then one behind the
-first byte; at last the gateway itself is replaced.
+One server for all of it, in this order: it begins with the gateway alone; many small requests come
+at once; a prefill worker and a decode worker are killed while they hold requests of which nothing
+was sent, then one behind the first byte; at last the gateway itself is replaced.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import json
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import httpx
 import pytest
 
 from pdtrace.analysis.timeline import Timeline
+from pdtrace.analysis.verdict import judge_all
 from pdtrace.stages import Outcome
 from server.engine.fake import expected_tokens
 from tests.support.completions import Answer, Ask, ask, ask_all
@@ -28,6 +30,9 @@ from tests.support.own_server import OwnServer, own_server
 pytestmark = [pytest.mark.server, pytest.mark.timeout(240)]
 
 BURST = 200
+PLACES = 4
+SMALL = 64
+SMALL_TOKENS = 32
 STREAMED = 1500
 """Tokens of a stream that is cut off: seconds of work at 2 ms a step."""
 
@@ -46,6 +51,8 @@ class Story:
 
     before: tuple[int, int] = (0, 0)
     burst: list[httpx.Response] = field(default_factory=list[httpx.Response])
+    small_s: dict[str, float] = field(default_factory=dict[str, float])
+    sockets: tuple[int, int] = (0, 0)
     retried: dict[str, list[Answer]] = field(default_factory=dict[str, list[Answer]])
     retries_counted: bool = False
     streams: list[str] = field(default_factory=list[str])
@@ -58,8 +65,9 @@ class Story:
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     run_dir: Path = tmp_path_factory.mktemp("deaths") / "run"
     told = Story()
-    with own_server(run_dir, start=False) as server:
+    with own_server(run_dir, start=False, max_concurrency=PLACES) as server:
         begin_with_the_gateway(server, told)
+        many_small_ones(server, told)
         for victim in ("prefill-0", "decode-0"):
             told.retried[victim] = kill_before_the_first_byte(server, victim)
         told.retries_counted = server.metric(
@@ -81,26 +89,53 @@ def begin_with_the_gateway(server: OwnServer, told: Story) -> None:
     server.start("gateway-0")
     server.wait_until(lambda: server.status("/ready") != 0, "the gateway")
     told.before = server.status("/ready"), server.status("/health")
-    sent = threading.Thread(target=lambda: told.burst.extend(asyncio.run(burst(server.url))))
+    names = [f"burst-{i}" for i in range(BURST)]
+    sent = threading.Thread(target=lambda: told.burst.extend(at_once(server, names, 4)[0]))
     sent.start()
-    queued = f"pd_gateway_queue_depth {BURST - server.settings.max_concurrency}.0"
+    queued = f"pd_gateway_queue_depth {BURST - PLACES}.0"
     server.wait_until(lambda: server.metric(queued), "the burst to wait")
     server.start(*server.workers)
     sent.join()
     server.wait_ready()
 
 
-async def burst(url: str) -> list[httpx.Response]:
-    limits = httpx.Limits(max_connections=BURST)
-    async with httpx.AsyncClient(
-        base_url=url, timeout=120.0, trust_env=False, limits=limits
-    ) as client:
-        bodies = [
-            {"model": "fake", "prompt": prompt_of(i), "max_tokens": 4, "ignore_eos": True}
-            | {"temperature": 0}
-            for i in range(BURST)
-        ]
-        return await asyncio.gather(*[client.post("/v1/completions", json=b) for b in bodies])
+def many_small_ones(server: OwnServer, told: Story) -> None:
+    """First one after the other, which shows what is usual, then all at once."""
+    for number in range(8):
+        ask(
+            server,
+            Ask(prompt=prompt_of(number), max_tokens=SMALL_TOKENS, request_id=f"usual-{number}"),
+        )
+    sockets = server.sockets("gateway-0")
+    names = [f"small-{i}" for i in range(SMALL)]
+    _, seconds = at_once(server, names, SMALL_TOKENS)
+    told.small_s = dict(zip(names, seconds, strict=True))
+    server.wait_until(lambda: server.sockets("gateway-0") <= sockets, "connections to close")
+    told.sockets = sockets, server.sockets("gateway-0")
+
+
+def at_once(
+    server: OwnServer, names: list[str], max_tokens: int
+) -> tuple[list[httpx.Response], list[float]]:
+    """Responses of as many requests as there are ids, sent at once, and what each took."""
+
+    async def one(client: httpx.AsyncClient, number: int) -> tuple[httpx.Response, float]:
+        body = {"model": "fake", "prompt": prompt_of(number), "max_tokens": max_tokens}
+        body |= {"ignore_eos": True, "temperature": 0}
+        headers = {"X-Request-Id": names[number]}
+        began_s = time.monotonic()
+        response = await client.post("/v1/completions", json=body, headers=headers)
+        return response, time.monotonic() - began_s
+
+    async def every() -> list[tuple[httpx.Response, float]]:
+        limits = httpx.Limits(max_connections=len(names))
+        async with httpx.AsyncClient(
+            base_url=server.url, timeout=120.0, trust_env=False, limits=limits
+        ) as client:
+            return await asyncio.gather(*[one(client, number) for number in range(len(names))])
+
+    answers = asyncio.run(every())
+    return [response for response, _ in answers], [seconds for _, seconds in answers]
 
 
 def kill_before_the_first_byte(server: OwnServer, victim: str) -> list[Answer]:
@@ -158,6 +193,27 @@ def test_requests_that_come_before_the_workers_are_all_served(story: Story) -> N
     assert [response.status_code for response in story.burst] == [200] * BURST
     texts = [response.json()["choices"][0]["text"] for response in story.burst]
     assert texts == [text_of(i, 4) for i in range(BURST)]
+
+
+@pytest.mark.case("SCH-04")
+def test_many_small_requests_show_what_the_gateway_took(story: Story) -> None:
+    small = {name: story.timelines[name] for name in story.small_s}
+    for name, timeline in small.items():
+        assert timeline.outcome is Outcome.COMPLETED
+        assert sum(part.ns for part in timeline.parts) == timeline.total_ns, name
+        assert timeline.total_ns / 1e9 <= story.small_s[name], name
+        for stage in ("gateway.ingest", "gateway.queue", "gateway.route", "gateway.dispatch"):
+            assert timeline.visits_of(stage), name
+    # What the callers measured is what the stages add up to, and their own part.
+    recorded_s = sum(timeline.total_ns for timeline in small.values()) / 1e9
+    assert recorded_s > 0.5 * sum(story.small_s.values())
+    # Four places for 64 requests: the gateway's queue is where the last of them spent most.
+    slowest = max(small.values(), key=lambda timeline: timeline.total_ns)
+    usual = [t for name, t in story.timelines.items() if name.startswith("usual-")]
+    verdict = judge_all([*usual, slowest])[-1]
+    assert (verdict.stalled, verdict.stage) == (True, "gateway.queue")
+    before, after = story.sockets
+    assert after <= before  # one connection to each worker, not one for each request
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
