@@ -147,6 +147,10 @@ def up(
     max_queue: Annotated[
         int, typer.Option(help="Requests that may wait at the gateway; more get 429 or 503.")
     ] = DEFAULTS.max_queue,
+    max_retries: Annotated[
+        int,
+        typer.Option(help="Further attempts of a request whose worker failed before it answered."),
+    ] = DEFAULTS.max_retries,
     gap_threshold_s: Annotated[
         float, typer.Option(help="Seconds between two tokens that count as a gap.")
     ] = DEFAULTS.gap_threshold_s,
@@ -226,6 +230,7 @@ def up(
             reserve_output_tokens=reserve_output_tokens,
             max_concurrency=max_concurrency,
             max_queue=max_queue,
+            max_retries=max_retries,
             gap_threshold_s=gap_threshold_s,
             api_key=api_key,
             allow_faults=allow_faults,

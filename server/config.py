@@ -91,6 +91,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     reserve_output_tokens: int = 64  # room kept per request beyond its prompt when reserving
     max_concurrency: int = 64
     max_queue: int = 256
+    max_retries: int = 1  # further attempts of a request after one that failed
     max_body_bytes: int = 8 * 1024 * 1024
     heartbeat_s: float = 0.5
     dead_after_s: float = 3.0
@@ -117,6 +118,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("max_running", 1),
             ("max_concurrency", 1),
             ("max_queue", 0),
+            ("max_retries", 0),
             ("reserve_output_tokens", 1),
         ):
             value = getattr(self, name)

@@ -7,7 +7,8 @@ Everything happens on one event loop, so nothing is locked.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
@@ -35,7 +36,8 @@ class Admission:
     """A FIFO semaphore whose waiters are told by a callback, keyed by handoff id.
 
     A request is, in this order: unknown, waiting (or at once) admitted, released. `release` works
-    in each of these states, so that every way out of a request may call it.
+    in each of these states, so that every way out of a request may call it. While it is on its way
+    to the queue, `approaching` keeps room for it: who finds none is refused before any work.
     """
 
     def __init__(self, *, max_concurrency: int, max_queue: int) -> None:
@@ -43,6 +45,7 @@ class Admission:
         self._max_queue = max_queue
         self._admitted: OrderedDict[str, str] = OrderedDict()  # key → request id, oldest first
         self._waiting: OrderedDict[str, tuple[str, Callable[[], None]]] = OrderedDict()
+        self._approaching = 0
 
     @property
     def in_flight(self) -> int:
@@ -52,6 +55,21 @@ class Admission:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    @contextmanager
+    def approaching(self) -> Generator[None]:
+        """Keep room for a request that will `enter` right behind this block.
+
+        Raises Overloaded (429) when there is none.
+        """
+        taken = len(self._admitted) + len(self._waiting) + self._approaching
+        if taken >= self._max_concurrency + self._max_queue:
+            raise self._full()
+        self._approaching += 1
+        try:
+            yield
+        finally:
+            self._approaching -= 1
 
     def enter(
         self, key: str, request_id: str, on_admitted: Callable[[], None]
@@ -67,15 +85,18 @@ class Admission:
             self._admitted[key] = request_id
             return None
         if len(self._waiting) >= self._max_queue:
-            raise Overloaded(
-                f"{len(self._admitted)} requests are being served and {len(self._waiting)} wait: "
-                "try again later.",
-                status=429,
-                code=QUEUE_FULL,
-            )
+            raise self._full()
         place = self._place(len(self._waiting), self._longest_running())
         self._waiting[key] = (request_id, on_admitted)
         return place
+
+    def _full(self) -> Overloaded:
+        return Overloaded(
+            f"{len(self._admitted)} requests are being served and {len(self._waiting)} wait: "
+            "try again later.",
+            status=429,
+            code=QUEUE_FULL,
+        )
 
     def places(self) -> Iterator[tuple[str, QueuePlace]]:
         """Where each waiting request stands, by key."""

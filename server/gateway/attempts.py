@@ -3,11 +3,11 @@
 Owns the life of an attempt from dispatch until no worker holds anything of it; knows nothing of
 HTTP or of what the tokens say.
 
-    dispatched ─▶ answered (the client has its end) ─▶ closed (both legs said so, are dead, or the
-                                                       drain deadline passed)
+    dispatched ─▶ let go (the client has its end, ─▶ closed (both legs said so, are dead, or the
+                  or another attempt takes over)            drain deadline passed)
 
 An attempt keeps its request's place in the gateway until it is closed: a place is free when the
-workers are, not when the client is gone.
+workers are, not when the client is gone. Messages may be lost, so legs that stay open are reminded.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ from dataclasses import dataclass, field
 from pdtrace.propagation import RequestContext
 from pdtrace.stages import Outcome
 from server.errors import RequestError, WorkerLost
-from server.gateway.errors import GATEWAY, LegFailed
+from server.gateway.errors import GATEWAY, LegFailed, WorkerVanished
 from server.gateway.mailbox import Mailbox
 from server.gateway.registry import WorkerUse
 from server.gateway.routing import PairChoice
 from server.wire.messages import AnyMessage, Cancel, LegClosed, Peer, TokenItem
+
+REMIND_S = 0.5
+"""How long a leg may take to answer a Cancel before it gets another."""
+LAG_S = 1.0
+"""How long a leg may stay open behind a complete answer before it is told to stop."""
 
 Send = Callable[[str, AnyMessage], bool]
 
@@ -51,13 +56,22 @@ class WorkerGone:
 Event = Admitted | WorkersChanged | TokenItem | LegClosed | WorkerGone
 
 
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why the legs of an attempt are to stop."""
+
+    outcome: Outcome
+    reason: str
+    by: str
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Attempt:
     """One attempt of a request, sent to its workers.
 
     open_legs   peers that have not closed their leg, by instance name
-    answered    the client has its end: nobody listens to tokens any more
-    cancelled   its legs were told to stop
+    let_go      nobody listens to it any more
+    stop        why its legs were told to stop; None if they were not
     closed      set when no leg is open
     """
 
@@ -68,11 +82,11 @@ class Attempt:
     mailbox: Mailbox[Event]
     on_closed: Callable[[], None]
     open_legs: dict[str, Peer]
-    answered: bool = False
-    cancelled: bool = False
+    let_go: bool = False
+    stop: Stop | None = None
     first_token_seen: bool = False
     closed: asyncio.Event = field(default_factory=asyncio.Event)
-    drain_timer: asyncio.TimerHandle | None = None
+    timers: list[asyncio.TimerHandle] = field(default_factory=list[asyncio.TimerHandle])
 
     @property
     def handoff_id(self) -> str:
@@ -82,7 +96,8 @@ class Attempt:
 def failure_of(event: Event) -> RequestError | None:
     """What `event` says about an attempt that has not finished; None if all is well."""
     if isinstance(event, WorkerGone):
-        return WorkerLost(f"{event.peer.instance} vanished while it held the request.")
+        name = event.peer.instance
+        return WorkerVanished(f"{name} vanished while it held the request.", culprit=name)
     if isinstance(event, LegClosed) and event.outcome != Outcome.COMPLETED:
         return LegFailed.of(event)
     return None
@@ -146,28 +161,30 @@ class Attempts:
             self._ignored("tokens")
             return
         self._saw_token(attempt)
-        if not attempt.answered:
+        if not attempt.let_go:
             attempt.mailbox.put(item)
         elif item.finish_reason is None:
             # The answer ended here, at a stop string, and the worker goes on: it must not.
             self.cancel(attempt, Outcome.COMPLETED, "stop", by=GATEWAY)
 
-    def leg_closed(self, message: LegClosed) -> None:
-        """A worker let go of an attempt."""
+    def leg_closed(self, message: LegClosed) -> PairChoice | None:
+        """A worker let go of an attempt: its workers, if nobody had told them to."""
         attempt = self._open.get(message.handoff_id)
         if attempt is None or message.instance not in attempt.open_legs:
             self._ignored("leg_closed")
-            return
-        if not attempt.answered:
+            return None
+        unasked = attempt.stop is None
+        if not attempt.let_go:
             attempt.mailbox.put(message)
         self._close_leg(attempt, message.instance)
+        return attempt.choice if unasked else None
 
     def worker_gone(self, peer: Peer) -> None:
         """A worker counts as dead: what it had is lost. If it only stood still: `worker_back`."""
         for attempt in list(self._open.values()):
             if attempt.open_legs.get(peer.instance) == peer:
                 self._lost.setdefault(peer.incarnation, []).append(attempt.handoff_id)
-                if not attempt.answered:
+                if not attempt.let_go:
                     attempt.mailbox.put(WorkerGone(peer))
                 self._close_leg(attempt, peer.instance)
         self.use.pop(peer.incarnation, None)
@@ -182,13 +199,16 @@ class Attempts:
             self._cancel_at(peer, handoff_id, Outcome.FAILED, WorkerLost.code, by=GATEWAY)
 
     def cancel(self, attempt: Attempt, outcome: Outcome, reason: str, *, by: str) -> None:
-        """Tell the legs that are open to stop; once per attempt."""
-        if attempt.cancelled:
+        """Tell the legs that are open to stop. The first reason counts."""
+        if attempt.stop is not None:
             return
-        attempt.cancelled = True
+        attempt.stop = Stop(outcome, reason, by)
         self._saw_token(attempt)
+        self._stop_legs(attempt, attempt.stop)
+
+    def _stop_legs(self, attempt: Attempt, stop: Stop) -> None:
         for peer in attempt.open_legs.values():
-            self._cancel_at(peer, attempt.handoff_id, outcome, reason, by=by)
+            self._cancel_at(peer, attempt.handoff_id, stop.outcome, stop.reason, by=stop.by)
 
     def _cancel_at(
         self, peer: Peer, handoff_id: str, outcome: Outcome, reason: str, *, by: str
@@ -202,15 +222,29 @@ class Attempts:
         """The request did not get on its way to `peer`, which therefore holds nothing."""
         self._close_leg(attempt, peer.instance)
 
-    def answered(self, attempt: Attempt) -> None:
-        """The client has its end. From here on the legs have `drain_s` to close."""
-        attempt.answered = True
-        if attempt.open_legs:
-            attempt.drain_timer = asyncio.get_running_loop().call_later(
-                self._drain_s, self._give_up_on, attempt
-            )
-        else:
+    def let_go(self, attempt: Attempt) -> None:
+        """Nobody listens any more. From here on the legs have `drain_s` to close. Idempotent."""
+        if attempt.let_go:
+            return
+        attempt.let_go = True
+        if not attempt.open_legs:
             self._close(attempt)
+            return
+        loop = asyncio.get_running_loop()
+        first_s = LAG_S if attempt.stop is None else REMIND_S
+        attempt.timers = [
+            loop.call_later(self._drain_s, self._give_up_on, attempt),
+            loop.call_later(first_s, self._remind, attempt),
+        ]
+
+    def _remind(self, attempt: Attempt) -> None:
+        """A leg is open still: what it was told, or what it answered, may be lost."""
+        if attempt.stop is None:
+            self.cancel(attempt, Outcome.COMPLETED, "stop", by=GATEWAY)
+        else:
+            self._stop_legs(attempt, attempt.stop)
+        loop = asyncio.get_running_loop()
+        attempt.timers[-1] = loop.call_later(REMIND_S, self._remind, attempt)
 
     def _give_up_on(self, attempt: Attempt) -> None:
         _logger.warning(
@@ -233,12 +267,12 @@ class Attempts:
             use.promised_pages -= attempt.promised_pages
         if not attempt.open_legs:
             attempt.closed.set()
-            if attempt.answered:
+            if attempt.let_go:
                 self._close(attempt)
 
     def _close(self, attempt: Attempt) -> None:
-        if attempt.drain_timer is not None:
-            attempt.drain_timer.cancel()
+        for timer in attempt.timers:
+            timer.cancel()
         if self._open.pop(attempt.handoff_id, None) is not None:
             attempt.on_closed()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Send
 
-from pdtrace.recorder import RequestContext, RequestTrace
+from pdtrace.recorder import Recorder, RequestContext, RequestTrace
 from pdtrace.stages import Mark
 from server.gateway.attempts import Attempt, Event
 from server.gateway.mailbox import Mailbox
@@ -29,6 +29,12 @@ class Call:
     received_ns   CLOCK_MONOTONIC instant of its first byte
     headers       that its response will carry, whatever it says
     faults        stage → delay in milliseconds
+    attempt       the one that goes on, once it was dispatched
+    attempts      all that were dispatched
+    num_open      those of them that are not closed
+    is_over       there will be no further attempt
+    retried       why the attempt before this one ended; None in the first
+    queue_left_s  how long it may still wait for a place and for workers, all attempts together
     stages        seconds in the gateway's own stages, for the log line and the metrics
     """
 
@@ -44,6 +50,11 @@ class Call:
     prompt_ids: tuple[int, ...] = ()
     max_tokens: int = 0
     attempt: Attempt | None = None
+    attempts: list[Attempt] = field(default_factory=list[Attempt])
+    num_open: int = 0
+    is_over: bool = False
+    retried: str | None = None
+    queue_left_s: float
     output: OutputStream | None = None
     stages: dict[str, float] = field(default_factory=dict[str, float])
     stage_began_ns: int = 0
@@ -55,9 +66,19 @@ class Call:
         """Unique per request, whatever id its caller gave."""
         return self.context.root_span_id
 
+    def begin_attempt(self, recorder: Recorder, reason: str, at_ns: int) -> None:
+        """The attempt before failed for `reason`: the next one begins from nothing."""
+        self.context = self.context.next_attempt()
+        self.trace = recorder.begin(self.context, at_ns=at_ns)
+        self.retried = reason
+        self.attempt = None
+        self.output = None
+        self.stage_began_ns = at_ns
+
     def stage_ended(self, name: str, at_ns: int) -> None:
         """A stage that the gateway owns ended; the next one begins."""
-        self.stages[name] = (at_ns - self.stage_began_ns) / NS_PER_S
+        spent_s = (at_ns - self.stage_began_ns) / NS_PER_S
+        self.stages[name] = self.stages.get(name, 0.0) + spent_s
         self.stage_began_ns = at_ns
 
     def wrote(self, at_ns: int, metrics: GatewayMetrics) -> None:

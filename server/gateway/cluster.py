@@ -8,22 +8,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from pdtrace.recorder import RequestContext
 from server.config import COLOCATED, PD, Settings
-from server.errors import Overloaded
 from server.gateway.attempts import Attempt, Attempts, Event, WorkersChanged
-from server.gateway.errors import NO_WORKER
+from server.gateway.errors import AttemptFailure, NoPair
 from server.gateway.mailbox import Mailbox
-from server.gateway.registry import KvCapacity, MemberReport, Registry
+from server.gateway.pairing import Refusal, RefusedPairs
+from server.gateway.registry import KvCapacity, MemberReport, MemberState, Registry
+from server.gateway.retry import Blame, rule_of
 from server.gateway.routing import (
+    ClusterSnapshot,
     PairChoice,
     Policy,
     RouteRequest,
     RouterState,
     choose_pair,
     count_pairs,
+    misfits,
+    refusals,
 )
 from server.injection.process import refuse
 from server.wire.messages import AnyMessage, Heartbeat, LegClosed, Peer, Tokens
@@ -37,6 +42,8 @@ class Mail(Protocol):
     def send(self, endpoint: str, message: AnyMessage) -> bool: ...
 
     def forget(self, endpoint: str) -> None: ...
+
+    def is_lost(self, endpoint: str) -> bool: ...
 
 
 class Cluster:
@@ -75,6 +82,7 @@ class Cluster:
         self._mail = mail
         self._ignored = ignored
         self._router = RouterState()
+        self._refused = RefusedPairs()
         self._heartbeat_s = settings.heartbeat_s
         self._dead_after_s = settings.dead_after_s
         self._last_look_s = time.monotonic()
@@ -86,12 +94,15 @@ class Cluster:
             for item in message.items:
                 self.attempts.tokens(item)
         elif isinstance(message, LegClosed):
-            self.attempts.leg_closed(message)
+            choice = self.attempts.leg_closed(message)
+            if choice is not None:
+                self._learn(choice, message.reason, message.message, by=message.by)
         elif isinstance(message, Heartbeat):
             replaced = self._registry.observe(message, time.monotonic())
             if replaced is not None:
                 self._lose(replaced, "was started again")
                 self.attempts.worker_replaced(replaced)
+                self._refused.forget(replaced.incarnation)
             self.attempts.worker_back(message.peer)
             for mailbox in self._without_worker:
                 mailbox.put(WorkersChanged())
@@ -111,37 +122,104 @@ class Cluster:
             _logger.warning("this gateway stood still for %.1f s", missed_s)
             self._registry.excuse(missed_s, now_s)
         self._last_look_s = now_s
+        self._registry.cut_off(
+            lambda peer: self._mail.is_lost(peer.endpoint), 2 * self._heartbeat_s, now_s
+        )
         for peer in self._registry.newly_dead(now_s):
             self._lose(peer, "sent no heartbeat in time")
 
     def reports(self) -> list[MemberReport]:
         """All processes heard of, in order of name."""
-        return self._registry.reports(time.monotonic())
+        reports = self._registry.reports(time.monotonic())
+        alone = misfits(self._snapshot(), self._refused.reasons)
+        return [
+            replace(report, state=MemberState.INCOMPATIBLE, reason=alone[report.instance].sentence)
+            if report.state is MemberState.READY and report.instance in alone
+            else report
+            for report in reports
+        ]
+
+    def refusals(self) -> list[Refusal]:
+        """Pairings of the workers that are ready which are not chosen, and why."""
+        return refusals(self._snapshot(), self._refused.reasons)
 
     def kv_capacity(self) -> KvCapacity:
         return self._registry.kv_capacity(time.monotonic())
 
     def num_pairs(self) -> int:
         """Pairs that could serve a request at this instant."""
-        return count_pairs(self._registry.snapshot(time.monotonic(), self.attempts.use))
+        return count_pairs(self._snapshot())
 
-    async def wait_for_pair(self, mailbox: Mailbox[Event]) -> None:
-        """Return when there is a pair. Raises an interruption of `mailbox`."""
+    def _snapshot(self) -> ClusterSnapshot:
+        for peer in self._registry.peers():
+            if self._mail.is_lost(peer.endpoint):
+                self._registry.doubt(peer.incarnation, "its connection was lost")
+        return self._registry.snapshot(
+            time.monotonic(), self.attempts.use, frozenset(self._refused.reasons)
+        )
+
+    def has_pair(self, request: RouteRequest) -> bool:
+        """Whether there is a pair for `request`. Raises NoPair when there will be none."""
+        return self._look_for_pair(request) is not None
+
+    async def wait_for_pair(self, request: RouteRequest, mailbox: Mailbox[Event]) -> None:
+        """Return when there is a pair for `request`.
+
+        Raises NoPair when waiting is in vain, and an interruption of `mailbox`.
+        """
         self._without_worker.add(mailbox)
         try:
-            while self.num_pairs() == 0:
+            while self._look_for_pair(request) is None:
                 await mailbox.take()
         finally:
             self._without_worker.discard(mailbox)
 
-    def choose(self, request: RouteRequest) -> PairChoice:
-        """The pair for `request`. Raises Overloaded when there is none."""
-        snapshot = self._registry.snapshot(time.monotonic(), self.attempts.use)
-        choice = choose_pair(snapshot, request, self.policy, self._router)
-        if choice is None:
-            raise Overloaded("No pair of workers is ready.", code=NO_WORKER)
-        self._router.record(choice, request, self.policy)
+    def choose(self, request: RouteRequest) -> PairChoice | None:
+        """The pair for `request`; None when there is none at this instant.
+
+        Raises NoPair when there will be none.
+        """
+        choice = self._look_for_pair(request)
+        if choice is not None:
+            self._router.record(choice, request, self.policy)
         return choice
+
+    def _look_for_pair(self, request: RouteRequest) -> PairChoice | None:
+        snapshot = self._snapshot()
+        choice = choose_pair(snapshot, request, self.policy, self._router)
+        if choice is None and count_pairs(snapshot) == 0:
+            refused = refusals(snapshot, self._refused.reasons)
+            if refused:
+                raise NoPair.refused(refused)
+        return choice
+
+    def after(
+        self, choice: PairChoice, request: RouteRequest, error: AttemptFailure
+    ) -> RouteRequest:
+        """`request` for the attempt after one on `choice` that failed with `error`.
+
+        Raises `error` when there is no way but the one that led there, NoPair when there is none.
+        """
+        rule = rule_of(error.code)
+        assert rule is not None
+        avoid = {peer.incarnation for peer in _blamed(choice, rule.blame, error.culprit)}
+        following = replace(request, avoid=request.avoid | avoid, elsewhere=rule.elsewhere)
+        if self._look_for_pair(following) is None and rule.elsewhere:
+            raise error
+        return following
+
+    def _learn(self, choice: PairChoice, reason: str, message: str, *, by: str) -> None:
+        """What the end of an attempt says of its workers."""
+        rule = rule_of(reason)
+        if rule is None:
+            return
+        if rule.refuse and choice.prefill.peer != choice.decode.peer:
+            self._refused.add(choice.prefill.peer, choice.decode.peer, message or reason)
+        if rule.doubt and rule.blame is Blame.TRANSFER:
+            self._registry.doubt_transfers(reason)
+        elif rule.doubt:
+            for peer in _blamed(choice, rule.blame, by):
+                self._registry.doubt(peer.incarnation, reason)
 
     def dispatch(
         self,
@@ -171,6 +249,8 @@ class Cluster:
             if refused is not None or not self._mail.send(peer.endpoint, message):
                 refused = refused or peer
                 self.attempts.leg_refused(attempt, peer)
+        if refused is not None:
+            self._registry.doubt(refused.incarnation, "takes no messages")
         return attempt, refused
 
     def _lose(self, peer: Peer, why: str) -> None:
@@ -179,3 +259,18 @@ class Cluster:
         self._router.forget(peer.incarnation)
         # What was queued for it must not reach a successor at the same address.
         self._mail.forget(peer.endpoint)
+
+
+def _blamed(choice: PairChoice, blame: Blame, culprit: str) -> list[Peer]:
+    """Workers of `choice` that `blame` means; `culprit` ended the attempt."""
+    pair = [choice.prefill.peer, choice.decode.peer]
+    match blame:
+        case Blame.PAIR:
+            return pair
+        case Blame.WORKER:
+            return [peer for peer in pair if peer.instance == culprit]
+        case Blame.PARTNER:
+            known = any(peer.instance == culprit for peer in pair)
+            return [peer for peer in pair if known and peer.instance != culprit]
+        case Blame.NOBODY | Blame.TRANSFER:
+            return []

@@ -5,7 +5,7 @@ Part of the tree in `server.errors`; each has its stable `code` and HTTP status.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pdtrace.stages import Outcome
 from server.errors import (
@@ -17,6 +17,7 @@ from server.errors import (
     TransferFailed,
     WorkerLost,
 )
+from server.gateway.pairing import Refusal
 from server.wire.messages import LegClosed
 
 CLIENT_DISCONNECTED = "client_disconnected"
@@ -27,6 +28,10 @@ SHUTTING_DOWN = "shutting_down"
 STREAM_INCOMPLETE = "stream_incomplete"
 GATEWAY = "gateway"
 CLIENT = "client"
+MAX_NAMED = 4
+"""Refused pairings that one message names."""
+NO_PAIR_RETRY_S = 5
+"""Retry-After where somebody has to mend or restart a worker first."""
 
 
 class ClientGone(RequestError):  # noqa: N818 -- an end, not an error
@@ -50,12 +55,39 @@ class QueueTimedOut(DeadlineExceeded):
         self.code = code
 
 
+class WorkerVanished(WorkerLost):
+    """A worker is gone, or takes no messages; `culprit` names it."""
+
+    def __init__(self, message: str, *, culprit: str) -> None:
+        super().__init__(message)
+        self.culprit = culprit
+
+
+class NoPair(Overloaded):
+    """No pair of workers can take the request, and waiting for one would be in vain."""
+
+    @classmethod
+    def refused(cls, refusals: Sequence[Refusal]) -> NoPair:
+        """Every pairing of the workers that are there was refused."""
+        named = "; ".join(refusal.sentence for refusal in refusals[:MAX_NAMED])
+        more = f"; and {len(refusals) - MAX_NAMED} more" if len(refusals) > MAX_NAMED else ""
+        return cls(
+            f"No two workers fit together: {named}{more}.",
+            code=HandshakeMismatch.code,
+            retry_after_s=NO_PAIR_RETRY_S,
+        )
+
+
 class LegFailed(RequestError):  # noqa: N818 -- named after what happened, as its siblings are
     """A worker ended its leg without completing it.
 
     outcome   `failed`, `timed_out`, `cancelled`, … as the worker said
     by        who ended it
     """
+
+    @property
+    def culprit(self) -> str:
+        return self.by
 
     def __init__(self, message: str, *, code: str, outcome: Outcome, by: str) -> None:
         super().__init__(message)
@@ -89,10 +121,19 @@ class LegFailed(RequestError):  # noqa: N818 -- named after what happened, as it
         )
 
 
+AttemptFailure = LegFailed | WorkerVanished
+"""What ends an attempt without ending its request; `culprit` is the process where it began."""
+
 _STATUS_BY_CODE: Mapping[str, int] = {
     error.code: error.http_status
     for error in (HandshakeMismatch, DeadlineExceeded, TransferFailed, WorkerLost, Overloaded)
-} | {SHUTTING_DOWN: 503, "draining": 503}
+} | {
+    SHUTTING_DOWN: 503,
+    "draining": 503,
+    "invalid_request": 400,
+    "context_length": 400,
+    "kv_capacity": 400,
+}
 _STATUS_BY_OUTCOME: Mapping[str, int] = {
     Outcome.TIMED_OUT: 504,
     Outcome.FAILED: 502,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdtrace.stages import Role
 from server.config import COLOCATED, Settings
+from server.gateway.pairing import Refusal
 from server.gateway.registry import MemberReport, MemberState
 
 if TYPE_CHECKING:
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthReport:
-    """`missing`: processes that never announced themselves, by role."""
+    """`missing`: processes that never announced themselves, by role. `refused`: pairs of workers
+    that are ready and do not fit together; others may serve."""
 
     gateway: str
     members: Sequence[MemberReport]
+    refused: Sequence[Refusal]
     missing: Mapping[str, int]
     stopping: bool
 
@@ -66,6 +69,10 @@ class HealthReport:
                     for role, count in self.missing.items()
                 ),
             ],
+            "refused_pairs": [
+                {"prefill": pair.prefill, "decode": pair.decode, "reason": pair.reason}
+                for pair in self.refused
+            ],
         }
 
 
@@ -92,6 +99,7 @@ def health_of(gateway: Gateway) -> HealthReport:
     return HealthReport(
         gateway=gateway.cluster.me.instance,
         members=members,
+        refused=gateway.cluster.refusals(),
         missing=missing,
         stopping=gateway.stopping,
     )

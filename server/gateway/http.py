@@ -74,8 +74,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     async def ready(_request: Request) -> Response:
         if gateway.is_ready():
             return _json({"status": "ready"})
-        reason = "shutting down" if gateway.stopping else "no pair of workers can serve a request"
-        return _json({"status": "not_ready", "reason": reason}, 503)
+        return _json({"status": "not_ready", "reason": gateway.unready_reason()}, 503)
 
     async def metrics(request: Request) -> Response:
         body, content_type = gateway.metrics.render(request.headers.get("accept", ""))

@@ -30,6 +30,10 @@ class Mailbox(Generic[ItemT]):
         self._items.append(item)
         self._wake()
 
+    def clear(self) -> None:
+        """Forget the items that nobody has taken."""
+        self._items.clear()
+
     def interrupt(self, reason: Exception) -> None:
         """Make the reader raise `reason` from its next wait on. The first reason counts."""
         if self._interruption is None:

@@ -23,6 +23,7 @@ from prometheus_client.exposition import choose_encoder
 import pdtrace
 from pdtrace.agent.buckets import duration_edges_from
 from pdtrace.stages import Outcome
+from server.errors import WorkerLost
 from server.gateway.openai_api import Operation
 from server.gateway.registry import MemberReport, MemberState
 
@@ -36,7 +37,7 @@ _logger = logging.getLogger(__name__)
 class GatewayMetrics:
     """The gateway's metrics in a registry of their own.
 
-    `members`, `in_flight` and `waiting` are asked when somebody scrapes.
+    `members`, `in_flight`, `waiting` and `refused_pairs` are asked when somebody scrapes.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class GatewayMetrics:
         in_flight: Callable[[], int],
         waiting: Callable[[], int],
         members: Callable[[], Iterable[MemberReport]],
+        refused_pairs: Callable[[], int] = lambda: 0,
     ) -> None:
         disable_created_metrics()  # twice as many series, which nobody asks for
         self.registry = CollectorRegistry(auto_describe=True)
@@ -84,6 +86,12 @@ class GatewayMetrics:
             ("gen_ai_operation_name", "outcome", "reason"),
             registry=self.registry,
         )
+        self._retries = Counter(
+            "pd_gateway_retries",
+            "Attempts after the first, by why the one before ended and how this one did.",
+            ("reason", "outcome"),
+            registry=self.registry,
+        )
         self._tokens = Counter(
             "pd_tokens",
             "Tokens of requests that were served: input, output, and input found in a cache.",
@@ -108,6 +116,11 @@ class GatewayMetrics:
             "pd_gateway_queue_depth", "Requests that wait to be admitted.", registry=self.registry
         ).set_function(waiting)
         Gauge(
+            "pd_gateway_refused_pairs",
+            "Pairs of workers that are ready and do not fit together.",
+            registry=self.registry,
+        ).set_function(refused_pairs)
+        Gauge(
             "pd_gateway_build_info",
             "1; the version of the server is a label.",
             ["version"],
@@ -126,6 +139,7 @@ class GatewayMetrics:
             registry=self.registry,
         )
         # A series that appears with its first event hides that event from rate().
+        self._retries.labels(WorkerLost.code, Outcome.COMPLETED)
         for operation in Operation:
             self._requests.labels(operation, Outcome.COMPLETED, "")
             self._ttft.labels(operation, model)
@@ -160,6 +174,10 @@ class GatewayMetrics:
         """A request is over. `reason` is "" when it completed."""
         self.guard(lambda: self._requests.labels(operation, outcome, reason).inc())
         self._observe(self._duration.labels(operation, self._model, reason), seconds)
+
+    def retried(self, reason: str, outcome: Outcome) -> None:
+        """An attempt after the first is over. `reason`: why the one before it ended."""
+        self._guard(lambda: self._retries.labels(reason, outcome).inc())
 
     def tokens(self, counts: Mapping[str, int]) -> None:
         """Tokens of a served request by type: input, output, cached."""

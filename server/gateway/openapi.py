@@ -287,6 +287,10 @@ _RESPONSE_SCHEMAS: Mapping[str, Any] = {
                     }
                 ),
             },
+            "refused_pairs": {
+                "type": "array",
+                "items": _object({"prefill": _STRING, "decode": _STRING, "reason": _STRING}),
+            },
         }
     ),
     "Ready": _object(

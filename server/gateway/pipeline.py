@@ -1,7 +1,15 @@
 """A generation request as ordered steps: ingest, admit, route, dispatch, relay, finish.
 
 Owns the order, the marks between the steps and how each way out ends the request. HTTP is `http`,
-what goes to the client `responder`, places `admission`, pairs `routing`, legs `attempts`.
+what goes to the client `responder`, places `admission`, pairs `routing`, legs `attempts`, whether a
+failed attempt is followed by another `retry`.
+
+    ingest ─▶ admit ─▶ route ─▶ dispatch ─▶ relay ─▶ finish
+                         ▲                    │
+                         └── next attempt ◀───┘ failed, safe, and nothing written
+
+Deadlines hold for all attempts together. A further attempt keeps the request's place, and starts
+from nothing: what the one before had generated is dropped.
 
 Instants that the marks stand for
   RECEIVED           first byte of the request read from the socket (`protocol` stamps it); under an
@@ -26,12 +34,7 @@ from pdtrace.recorder import Recorder, RequestContext
 from pdtrace.stages import Gauge, Mark, Mode, Outcome, WaitReason
 from server.config import COLOCATED, Settings
 from server.engine.base import ModelInfo
-from server.errors import (
-    DeadlineExceeded,
-    Overloaded,
-    RequestError,
-    WorkerLost,
-)
+from server.errors import DeadlineExceeded, Overloaded, RequestError
 from server.gateway.admission import Admission, QueuePlace
 from server.gateway.attempts import Admitted, Attempt, Event, failure_of
 from server.gateway.call import NS_PER_S, Call
@@ -42,9 +45,12 @@ from server.gateway.errors import (
     NO_WORKER,
     QUEUE_TIMEOUT,
     SHUTTING_DOWN,
+    AttemptFailure,
     ClientGone,
     LegFailed,
+    NoPair,
     QueueTimedOut,
+    WorkerVanished,
     outcome_of,
 )
 from server.gateway.mailbox import Mailbox
@@ -54,6 +60,7 @@ from server.gateway.openai_bodies import BODIES, Usage
 from server.gateway.prompt import PromptEncoder, output_budget
 from server.gateway.relay import OutputStream
 from server.gateway.responder import Responder, StreamResponder, WholeResponder
+from server.gateway.retry import may_retry
 from server.gateway.routing import PairChoice, RouteRequest
 from server.tokenizer import Tokenizer
 from server.wire.messages import Peer, TokenItem
@@ -96,6 +103,7 @@ class Gateway:
             in_flight=lambda: self.admission.in_flight,
             waiting=lambda: self.admission.waiting,
             members=lambda: self.cluster.reports(),  # noqa: PLW0108 -- made below
+            refused_pairs=lambda: len(self.cluster.refusals()),
         )
         self.cluster = Cluster(
             settings=settings,
@@ -115,6 +123,15 @@ class Gateway:
     def is_ready(self) -> bool:
         """Whether a generation is possible."""
         return not self.stopping and self.cluster.num_pairs() > 0
+
+    def unready_reason(self) -> str:
+        """Why no generation is possible, while none is."""
+        if self.stopping:
+            return "shutting down"
+        refused = self.cluster.refusals()
+        if refused:
+            return NoPair.refused(refused).args[0]
+        return "no pair of workers can serve a request"
 
     def tick(self) -> None:
         """Notice who died; say in the ring that this loop goes round, and where in the queue each
@@ -152,6 +169,7 @@ class Gateway:
             send=send,
             headers=headers,
             responder=Responder(send, headers),
+            queue_left_s=self.settings.deadlines.gateway_queue_s,
         )
 
     async def serve(
@@ -211,12 +229,22 @@ class Gateway:
     # -- the steps ----------------------------------------------------------------------------
 
     async def _generate(self, call: Call, request: GenerationRequest) -> None:
-        await self._ingest(call, request)
-        await self._admit(call)
-        choice = await self._route(call)
-        attempt = await self._dispatch(call, request, choice)
-        output = call.output = OutputStream(self._tokenizer, request.stop)
-        await self._relay(call, attempt, output)
+        with self.admission.approaching():
+            await self._ingest(call, request)
+            # Held before it takes a place, so that nobody else waits for this request's fault.
+            await self._hold(call, "gateway.queue")
+        wanted = RouteRequest(prompt_ids=call.prompt_ids, max_tokens=call.max_tokens)
+        await self._admit(call, wanted)
+        while True:
+            choice = await self._route(call, wanted)
+            try:
+                attempt = await self._dispatch(call, request, choice)
+                output = call.output = OutputStream(self._tokenizer, request.stop)
+                await self._relay(call, attempt, output)
+            except (LegFailed, WorkerVanished) as failure:
+                wanted = self._try_again(call, request, wanted, failure)
+            else:
+                break
         await self._finish(call, attempt, output)
 
     async def _ingest(self, call: Call, request: GenerationRequest) -> None:
@@ -242,11 +270,8 @@ class Gateway:
         )
         call.stage_ended("gateway.ingest", now_ns)
 
-    async def _admit(self, call: Call) -> None:
-        # Held before it takes a place, so that nobody else waits for this request's fault.
-        await self._hold(call, "gateway.queue")
-        seconds = self.settings.deadlines.gateway_queue_s
-        with self._deadline(call, self._queue_timeout, seconds):
+    async def _admit(self, call: Call, wanted: RouteRequest) -> None:
+        with self._queueing(call):
             place = self.admission.enter(
                 call.admission_key,
                 call.context.request_id,
@@ -259,18 +284,16 @@ class Gateway:
                     await call.mailbox.take()
                 finally:
                     del self._queued[call.admission_key]
-            if self.cluster.num_pairs() == 0:
-                call.trace.wait("gateway.queue", WaitReason.NO_WORKER, needed=1, free=0)
-                await self.cluster.wait_for_pair(call.mailbox)
+            await self._wait_for_pair(call, wanted, "gateway.queue")
         now_ns = time.monotonic_ns()
         call.trace.mark(Mark.ADMITTED, self.admission.in_flight, at_ns=now_ns)
         call.stage_ended("gateway.queue", now_ns)
 
-    async def _route(self, call: Call) -> PairChoice:
+    async def _route(self, call: Call, wanted: RouteRequest) -> PairChoice:
         await self._hold(call, "gateway.route")
-        choice = self.cluster.choose(
-            RouteRequest(prompt_ids=call.prompt_ids, max_tokens=call.max_tokens)
-        )
+        while (choice := self.cluster.choose(wanted)) is None:
+            with self._queueing(call):
+                await self._wait_for_pair(call, wanted, "gateway.route")
         now_ns = time.monotonic_ns()
         call.trace.mark(
             Mark.ROUTED,
@@ -284,6 +307,12 @@ class Gateway:
         call.stage_ended("gateway.route", now_ns)
         return choice
 
+    async def _wait_for_pair(self, call: Call, wanted: RouteRequest, stage: str) -> None:
+        if self.cluster.has_pair(wanted):
+            return
+        call.trace.wait(stage, WaitReason.NO_WORKER, needed=1, free=0)
+        await self.cluster.wait_for_pair(wanted, call.mailbox)
+
     async def _dispatch(
         self, call: Call, request: GenerationRequest, choice: PairChoice
     ) -> Attempt:
@@ -295,6 +324,7 @@ class Gateway:
         now_ns = time.monotonic_ns()
         call.trace.mark(Mark.DISPATCHED, at_ns=now_ns)
         call.stage_ended("gateway.dispatch", now_ns)
+        call.num_open += 1
         attempt, refused = self.cluster.dispatch(
             messages,
             call.context,
@@ -302,12 +332,66 @@ class Gateway:
             prompt_len=len(call.prompt_ids),
             promised_tokens=len(call.prompt_ids) + reserve,
             mailbox=call.mailbox,
-            on_closed=lambda: self.admission.release(call.admission_key),
+            on_closed=lambda: self._attempt_closed(call),
         )
         call.attempt = attempt
+        call.attempts.append(attempt)
         if refused is not None:
-            raise WorkerLost(f"{refused.instance} takes no messages.")
+            raise WorkerVanished(f"{refused.instance} takes no messages.", culprit=refused.instance)
         return attempt
+
+    def _try_again(
+        self, call: Call, request: GenerationRequest, wanted: RouteRequest, failure: AttemptFailure
+    ) -> RouteRequest:
+        """End the attempt that failed and begin the next one; raises `failure` where none follows.
+
+        From the first attempt's end on its legs are told to stop and nobody hears them any more.
+        """
+        attempt = call.attempt
+        assert attempt is not None
+        if not may_retry(
+            failure.code,
+            attempt=call.context.attempt,
+            max_retries=self.settings.max_retries,
+            written=call.responder.status is not None,
+        ):
+            raise failure
+        following = self.cluster.after(attempt.choice, wanted, failure)
+        outcome, by = outcome_of(failure, dispatched=True)
+        now_ns = time.monotonic_ns()
+        call.trace.abort(outcome, failure.code, failure.culprit, at_ns=now_ns)
+        call.trace.end(at_ns=now_ns)
+        self._attempt_ended(call, outcome)
+        self.cluster.attempts.cancel(attempt, outcome, failure.code, by=by)
+        self.cluster.attempts.let_go(attempt)
+        call.mailbox.clear()
+        _logger.warning(
+            "request_id=%s trace_id=%s attempt=%d ended reason=%s by=%s: tries again",
+            call.context.request_id,
+            call.context.trace_id,
+            call.context.attempt,
+            failure.code,
+            failure.culprit,
+        )
+        call.begin_attempt(self._recorder, failure.code, now_ns)
+        call.responder = self._responder(call, request)
+        # It has a place still: from here on it waits for workers alone.
+        call.trace.mark(Mark.ADMITTED, self.admission.in_flight, at_ns=now_ns)
+        return following
+
+    def _attempt_ended(self, call: Call, outcome: Outcome) -> None:
+        if call.retried is not None:
+            self.metrics.retried(call.retried, outcome)
+
+    def _attempt_closed(self, call: Call) -> None:
+        """Its workers hold nothing of an attempt any more."""
+        call.num_open -= 1
+        self._give_back_place(call)
+
+    def _give_back_place(self, call: Call) -> None:
+        """A place is free when the workers are: behind the request's last attempt."""
+        if call.is_over and call.num_open == 0:
+            self.admission.release(call.admission_key)
 
     async def _relay(self, call: Call, attempt: Attempt, output: OutputStream) -> None:
         """Tokens to the client until the last one is there. Raises what ended them before."""
@@ -326,6 +410,8 @@ class Gateway:
                     break
             if exhausted and failure is None and output.finish_reason is None:
                 failure = LegFailed.incomplete(attempt.choice.decode.peer.instance)
+            if failure is not None and call.responder.status is None:
+                raise failure  # what came with it would be the first byte, and forbid a retry
             if text:
                 if call.first_write_ns is None:
                     await self._hold(call, "hop.token")
@@ -354,13 +440,15 @@ class Gateway:
         )
         if await call.responder.finish(output.finish_reason, usage):
             call.wrote(time.monotonic_ns(), self.metrics)
-        self.cluster.attempts.answered(attempt)
+        call.is_over = True
+        self.cluster.attempts.let_go(attempt)
+        self._give_back_place(call)
         call.measure(self.metrics)
         self._record_end(call, Outcome.COMPLETED, None, None)
 
     async def _fail(self, call: Call, error: RequestError) -> None:
         """End the request with `error`: tell the legs, the client and the trace."""
-        outcome, by = outcome_of(error, dispatched=call.attempt is not None)
+        outcome, by = outcome_of(error, dispatched=bool(call.attempts))
         # What was refused never had a stage to end; what a leg gave up, that leg has recorded.
         if outcome is not Outcome.REJECTED and not isinstance(error, LegFailed):
             call.trace.abort(outcome, error.code, by)
@@ -368,8 +456,9 @@ class Gateway:
         try:
             if not isinstance(error, ClientGone):
                 await call.responder.fail(error)
-            elif call.attempt is not None:
-                await call.attempt.closed.wait()  # at most drain_s: then the legs count as closed
+            else:
+                for attempt in call.attempts:  # at most drain_s: then the legs count as closed
+                    await attempt.closed.wait()
         except ClientGone:
             pass  # it left before it could be told; the outcome is what it was
         finally:
@@ -377,11 +466,11 @@ class Gateway:
 
     def _let_go(self, call: Call, outcome: Outcome, by: str, reason: str) -> None:
         """Give back what the request holds: its legs now, its place once they are closed."""
-        if call.attempt is None:
-            self.admission.release(call.admission_key)
-        else:
+        call.is_over = True
+        if call.attempt is not None:
             self.cluster.attempts.cancel(call.attempt, outcome, reason, by=by)
-            self.cluster.attempts.answered(call.attempt)
+            self.cluster.attempts.let_go(call.attempt)
+        self._give_back_place(call)
 
     def _record_end(self, call: Call, outcome: Outcome, reason: str | None, by: str | None) -> None:
         now_ns = time.monotonic_ns()
@@ -397,6 +486,7 @@ class Gateway:
             None if output is None else output.cached_tokens,
             at_ns=now_ns,
         )
+        self._attempt_ended(call, outcome)
         seconds = (now_ns - call.received_ns) / NS_PER_S
         self.metrics.ended(call.operation, outcome, reason or "", seconds)
         for stage, spent_s in call.stages.items():
@@ -411,6 +501,16 @@ class Gateway:
         if delay_ms:
             call.trace.wait(stage, WaitReason.INJECTED)
             await call.mailbox.pause(delay_ms / 1000)
+
+    @contextmanager
+    def _queueing(self, call: Call) -> Generator[None]:
+        """A wait of the request: all its waits together are bounded by `gateway_queue_s`."""
+        began_s = time.monotonic()
+        with self._deadline(call, self._queue_timeout, call.queue_left_s):
+            try:
+                yield
+            finally:
+                call.queue_left_s = max(0.0, call.queue_left_s - (time.monotonic() - began_s))
 
     @contextmanager
     def _deadline(
@@ -486,7 +586,7 @@ def _log_end(call: Call, outcome: Outcome, reason: str | None, seconds: float) -
     first = call.first_write_ns
     _logger.info(
         "request_id=%s trace_id=%s outcome=%s reason=%s status=%s prompt_tokens=%d "
-        "output_tokens=%d seconds=%.4f first_token=%s %s",
+        "output_tokens=%d attempts=%d seconds=%.4f first_token=%s %s",
         call.context.request_id,
         call.context.trace_id,
         outcome.value,
@@ -494,6 +594,7 @@ def _log_end(call: Call, outcome: Outcome, reason: str | None, seconds: float) -
         call.responder.status or "-",
         len(call.prompt_ids),
         call.output.num_tokens if call.output is not None else 0,
+        call.context.attempt,
         seconds,
         "-" if first is None else f"{(first - call.received_ns) / NS_PER_S:.4f}",
         " ".join(f"{stage}={spent_s:.4f}" for stage, spent_s in call.stages.items()),

@@ -7,17 +7,22 @@ on the monotonic clock, given by the caller.
     loading ─▶ ready ⇄ stalled          ready: beats, says what it serves, its loop goes round
        │         │        │             stalled: beats, has work, but its loop stands still
        ▼         ▼        ▼
-     dead ◀── draining ◀──┘             dead: no heartbeat for `dead_after_s`; a beat revives it
+     dead ◀── draining ◀──┘             dead: no heartbeat for `dead_after_s`, or its connection was
+                                        lost and two heartbeats are missing; a beat revives it
+
+A ready one is `suspect` from the moment at which somebody could not reach it, or it said that it is
+leaving, until its next heartbeat: that one tells.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from pdtrace.stages import Role
+from server.gateway.pairing import Pair
 from server.gateway.routing import ClusterSnapshot, WorkerSnapshot
 from server.wire.messages import Heartbeat, Peer
 
@@ -29,6 +34,7 @@ class MemberState(StrEnum):
     LOADING = "loading"
     DRAINING = "draining"
     STALLED = "stalled"
+    SUSPECT = "suspect"
     INCOMPATIBLE = "incompatible"
     DEAD = "dead"
 
@@ -77,9 +83,17 @@ class KvCapacity:
 
 @dataclass(slots=True)
 class _Member:
+    """What its last heartbeat said, and what happened since: the next one makes another record.
+
+    doubt     why it gets no work until then
+    cut_off   it counts as dead, because its connection was lost
+    """
+
     heartbeat: Heartbeat
     seen_s: float
     announced_dead: bool = False
+    doubt: str | None = None
+    cut_off: bool = False
 
 
 class Registry:
@@ -129,10 +143,36 @@ class Registry:
         """Peers that died since the last call: each death is told once."""
         dead: list[Peer] = []
         for member in self._members.values():
-            if not member.announced_dead and now_s - member.seen_s > self._dead_after_s:
+            if not member.announced_dead and self._is_dead(member, now_s):
                 member.announced_dead = True
                 dead.append(member.heartbeat.peer)
         return dead
+
+    def cut_off(self, is_lost: Callable[[Peer], bool], silent_s: float, now_s: float) -> None:
+        """Take those for dead to whom the connection `is_lost`, and that are silent for `silent_s`.
+
+        A connection alone says little, as it may be made again; a beat that is late says little.
+        """
+        for member in self._members.values():
+            silent = now_s - member.seen_s > silent_s
+            if silent and not member.cut_off and is_lost(member.heartbeat.peer):
+                member.cut_off = True
+
+    def doubt(self, incarnation: str, reason: str) -> None:
+        """Give a member no work until it is heard of again."""
+        for member in self._members.values():
+            if member.heartbeat.peer.incarnation == incarnation:
+                member.doubt = reason
+
+    def doubt_transfers(self, reason: str) -> None:
+        """The same for every transfer process."""
+        for member in self._members.values():
+            if member.heartbeat.role == Role.TRANSFER:
+                member.doubt = reason
+
+    def peers(self) -> list[Peer]:
+        """Everybody heard of, dead or alive."""
+        return [member.heartbeat.peer for member in self._members.values()]
 
     def excuse(self, seconds: float, now_s: float) -> None:
         """This gateway itself stood still for `seconds`: nobody's silence in that time counts."""
@@ -143,10 +183,13 @@ class Registry:
         """All members, in order of name."""
         return [self._report(member, now_s) for _, member in sorted(self._members.items())]
 
-    def snapshot(self, now_s: float, use: Mapping[str, WorkerUse]) -> ClusterSnapshot:
+    def snapshot(
+        self, now_s: float, use: Mapping[str, WorkerUse], refused: Collection[Pair] = frozenset()
+    ) -> ClusterSnapshot:
         """Workers that may be given work; none while a transfer process is missing.
 
-        use   what this gateway has on each incarnation
+        use       what this gateway has on each incarnation
+        refused   pairings that a handshake refused
         """
         ready = [
             member
@@ -166,14 +209,16 @@ class Registry:
         if self._colocated:
             workers = by_role[Role.WORKER]
             return ClusterSnapshot(prefill=workers, decode=workers, colocated=True)
-        return ClusterSnapshot(prefill=by_role[Role.PREFILL], decode=by_role[Role.DECODE])
+        return ClusterSnapshot(
+            prefill=by_role[Role.PREFILL], decode=by_role[Role.DECODE], refused=refused
+        )
 
     def kv_capacity(self, now_s: float) -> KvCapacity:
         """What the largest pool of each role holds; dead workers do not count."""
         tokens: dict[str, int] = {}
         for member in self._members.values():
             beat = member.heartbeat
-            if beat.layout is None or now_s - member.seen_s > self._dead_after_s:
+            if beat.layout is None or self._is_dead(member, now_s):
                 continue
             held = beat.load.pages_total * beat.layout.page_size
             tokens[beat.role] = max(held, tokens.get(beat.role, 0))
@@ -200,20 +245,25 @@ class Registry:
         """An idle loop that beats is as fresh as its heartbeat is due."""
         silent_s = max(0.0, now_s - member.seen_s)
         beat = member.heartbeat
-        if beat.busy or silent_s > self._dead_after_s:
+        if beat.busy or self._is_dead(member, now_s):
             return beat.progress_age_s + silent_s
         return beat.progress_age_s
 
+    def _is_dead(self, member: _Member, now_s: float) -> bool:
+        return member.cut_off or now_s - member.seen_s > self._dead_after_s
+
     def _state(self, member: _Member, now_s: float) -> tuple[MemberState, str | None]:
         beat = member.heartbeat
-        silent_s = now_s - member.seen_s
-        if silent_s > self._dead_after_s:
-            return MemberState.DEAD, f"no heartbeat for {silent_s:.1f} s"
+        if self._is_dead(member, now_s):
+            how = "connection lost, and " if member.cut_off else ""
+            return MemberState.DEAD, f"{how}no heartbeat for {now_s - member.seen_s:.1f} s"
         if beat.draining:
             return MemberState.DRAINING, "is shutting down"
         age_s = self._progress_age_s(member, now_s)
         if beat.busy and age_s > self._stalled_after_s:
             return MemberState.STALLED, f"has work but made no progress for {age_s:.1f} s"
+        if member.doubt is not None:
+            return MemberState.SUSPECT, f"{member.doubt}, not heard of since"
         if beat.role == Role.TRANSFER:
             return MemberState.READY, None
         if beat.info is None or beat.layout is None:

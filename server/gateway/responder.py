@@ -172,8 +172,9 @@ class WholeResponder(Responder):
 
 def error_headers(error: RequestError) -> RawHeaders:
     """Headers that belong to an error's status."""
-    if isinstance(error, Overloaded | QueueTimedOut):
-        return [(b"retry-after", str(error.retry_after_s).encode())]
+    if error.http_status in (429, 503):
+        seconds = error.retry_after_s if isinstance(error, Overloaded | QueueTimedOut) else 1
+        return [(b"retry-after", str(seconds).encode())]
     if error.http_status == 401:
         return [(b"www-authenticate", b"Bearer")]
     return []

@@ -14,10 +14,11 @@ import hashlib
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from server.gateway.pairing import Pair, Refusal, conflict_of, pair_of
 from server.kv.layout import KvLayout
 from server.wire.messages import Peer, WorkerLoad
 
@@ -69,19 +70,29 @@ class WorkerSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSnapshot:
-    """Workers that may be given work. Colocated workers are both `prefill` and `decode`."""
+    """Workers that may be given work. Colocated workers are both `prefill` and `decode`.
+
+    refused   pairings that a handshake refused, as incarnations
+    """
 
     prefill: tuple[WorkerSnapshot, ...]
     decode: tuple[WorkerSnapshot, ...]
     colocated: bool = False
+    refused: Collection[Pair] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteRequest:
-    """What routing looks at in a request."""
+    """What routing looks at in a request.
+
+    avoid       incarnations on which an attempt before failed: chosen where there is nobody else
+    elsewhere   not even then
+    """
 
     prompt_ids: Sequence[int]
     max_tokens: int
+    avoid: frozenset[str] = frozenset()
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +172,9 @@ class RouterState:
 def choose_pair(
     cluster: ClusterSnapshot, request: RouteRequest, policy: Policy, state: RouterState
 ) -> PairChoice | None:
-    """The pair for `request`, or None when no two workers fit together. Changes nothing."""
-    pairs = _compatible(cluster)
+    """The pair for `request`, or None when no two workers fit together and hold it. Changes
+    nothing."""
+    pairs = _for_request(_compatible(cluster), request)
     if not pairs:
         return None
     candidates = sum(len(decodes) for _, decodes in pairs)
@@ -186,6 +198,42 @@ def count_pairs(cluster: ClusterSnapshot) -> int:
     return sum(len(decodes) for _, decodes in _compatible(cluster))
 
 
+def refusals(cluster: ClusterSnapshot, known: Mapping[Pair, Refusal]) -> list[Refusal]:
+    """Pairs of workers that do not fit together, in order of name.
+
+    known   why a handshake refused those that look as if they did
+    """
+    if cluster.colocated:
+        return []
+    found: list[Refusal] = []
+    for prefill in _by_name(cluster.prefill):
+        for decode in _by_name(cluster.decode):
+            conflict = conflict_of(prefill, decode)
+            refusal = known.get(pair_of(prefill, decode))
+            if conflict is not None:
+                refusal = Refusal(
+                    prefill=prefill.peer.instance, decode=decode.peer.instance, reason=conflict
+                )
+            if refusal is not None:
+                found.append(refusal)
+    return found
+
+
+def misfits(cluster: ClusterSnapshot, known: Mapping[Pair, Refusal]) -> dict[str, Refusal]:
+    """Workers that fit nobody who is there, by name, each with one of the reasons."""
+    paired = {
+        worker.peer.instance
+        for prefill, decodes in _compatible(cluster)
+        for worker in (prefill, *decodes)
+    }
+    found: dict[str, Refusal] = {}
+    for refusal in refusals(cluster, known):
+        for name in (refusal.prefill, refusal.decode):
+            if name not in paired:
+                found.setdefault(name, refusal)
+    return found
+
+
 _Pairs = list[tuple[WorkerSnapshot, list[WorkerSnapshot]]]
 
 
@@ -200,12 +248,46 @@ def _compatible(cluster: ClusterSnapshot) -> _Pairs:
             [
                 decode
                 for decode in decodes
-                if decode.fingerprint == prefill.fingerprint and decode.layout == prefill.layout
+                if pair_of(prefill, decode) not in cluster.refused
+                and conflict_of(prefill, decode) is None
             ],
         )
         for prefill in _by_name(cluster.prefill)
     ]
     return [(prefill, matching) for prefill, matching in pairs if matching]
+
+
+def _for_request(pairs: _Pairs, request: RouteRequest) -> _Pairs:
+    """Those that can hold all of the request, and of them the ones least to be avoided."""
+    found = _filtered(pairs, lambda prefill, decode: _holds(prefill, decode, request))
+    if not request.avoid:
+        return found
+
+    def avoided(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> int:
+        return len(request.avoid & {prefill.peer.incarnation, decode.peer.incarnation})
+
+    fewest = min((avoided(p, d) for p, decodes in found for d in decodes), default=0)
+    if fewest and request.elsewhere:
+        return []
+    return _filtered(found, lambda prefill, decode: avoided(prefill, decode) == fewest)
+
+
+def _filtered(pairs: _Pairs, keep: Callable[[WorkerSnapshot, WorkerSnapshot], bool]) -> _Pairs:
+    kept = [
+        (prefill, [decode for decode in decodes if keep(prefill, decode)])
+        for prefill, decodes in pairs
+    ]
+    return [(prefill, decodes) for prefill, decodes in kept if decodes]
+
+
+def _holds(prefill: WorkerSnapshot, decode: WorkerSnapshot, request: RouteRequest) -> bool:
+    """Whether the pools are large enough, were they empty. A pool of no known size is."""
+    prompt_len = len(request.prompt_ids)
+    longest = prompt_len + request.max_tokens - 1  # the last token's KV is never written
+    return all(
+        worker.load.pages_total == 0 or worker.layout.pages_for(length) <= worker.load.pages_total
+        for worker, length in ((prefill, prompt_len), (decode, longest))
+    )
 
 
 def _by_name(workers: Sequence[WorkerSnapshot]) -> list[WorkerSnapshot]:

@@ -332,6 +332,15 @@ class Outbox:
         self.counters.sent += 1
         return True
 
+    def is_lost(self, endpoint: str) -> bool:
+        """Whether the connection to `endpoint` was made, broke, and is not made again yet."""
+        self._require_owner()
+        peer = self._peers.get(endpoint)
+        if peer is None:
+            return False
+        _follow_connection(peer)
+        return peer.connected is False
+
     def forget(self, endpoint: str) -> None:
         """Drop what is queued for `endpoint` and close its socket; a later send opens another."""
         self._require_owner()

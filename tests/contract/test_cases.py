@@ -20,6 +20,9 @@ CASES = {
     "export": ("EXP-01", "EXP-02", "EXP-06", "EXP-09", "EXP-10"),
     "configuration": ("CFG-01", "CFG-03", "CFG-04", "CFG-06"),
     "metrics": ("MET-02",),
+    "HTTP-SSE API, failure of worker, scheduling starvation: gateway": (
+        *("API-01", "FAIL-10", "SCH-04"),
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from tests.support.gateway_doubles import (
     Script,
     endless,
     events_of,
+    fails,
     gateway_under_test,
     silent,
     speak,
@@ -30,15 +31,6 @@ SHORT = Deadlines(drain_s=0.5, request_s=0.6)
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-def fails(outcome: Outcome, reason: str, *, after: bytes = b"") -> Script:
-    async def script(leg: LegDouble) -> None:
-        if after:
-            leg.say(after)
-        leg.close(outcome, reason=reason, message=f"{leg.worker.instance}: it broke")
-
-    return script
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -56,7 +48,7 @@ async def test_leg_that_fails_before_the_first_byte_is_an_http_error(
     tmp_path: Path, outcome: Outcome, reason: str, status: int, stream: bool
 ) -> None:
     async with gateway_under_test(
-        tmp_path, prefill_script=fails(outcome, reason), decode_script=silent
+        tmp_path, prefill_script=fails(outcome, reason), decode_script=silent, max_retries=0
     ) as g:
         response = await g.complete(stream=stream)
         await g.decode.until(lambda worker: bool(worker.cancels))
@@ -69,8 +61,14 @@ async def test_leg_that_fails_before_the_first_byte_is_an_http_error(
 
 
 async def test_leg_that_fails_after_the_first_byte_is_an_event_then_done(tmp_path: Path) -> None:
-    script = fails(Outcome.FAILED, "engine_error", after=b"abc")
-    async with gateway_under_test(tmp_path, decode_script=script) as g:
+    async with gateway_under_test(tmp_path) as g:
+
+        async def breaks(leg: LegDouble) -> None:
+            leg.say(b"abc")
+            await g.marked(Mark.FIRST_TOKEN_SENT)
+            leg.close(Outcome.FAILED, reason="engine_error", message="it broke")
+
+        g.decode.script = breaks
         response = await g.complete(stream=True)
         (completed,) = g.marks(Mark.COMPLETED)
     events = events_of(response.text)
@@ -125,7 +123,7 @@ async def test_worker_that_comes_back_is_told_to_stop_what_it_was_given_up_for(
     tmp_path: Path,
 ) -> None:
     async with gateway_under_test(
-        tmp_path, decode_script=endless(gap_s=0.02), dead_after_s=0.4
+        tmp_path, decode_script=endless(gap_s=0.02), dead_after_s=0.4, max_retries=0
     ) as g:
         request = asyncio.create_task(g.complete())
         await g.dispatched()

@@ -6,11 +6,18 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
-from tests.support.server import RunningServer
+
+class Served(Protocol):
+    """A server that can be asked; `RunningServer`, `OwnServer`."""
+
+    @property
+    def model(self) -> str: ...
+
+    def client(self, *, timeout_s: float = 60.0) -> httpx.Client: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +49,7 @@ class Answer:
     body: Any = None
 
 
-def ask(server: RunningServer, request: Ask, *, timeout_s: float = 60.0) -> Answer:
+def ask(server: Served, request: Ask, *, timeout_s: float = 60.0) -> Answer:
     """Send one request to /v1/completions. `faults` becomes the fault header."""
     headers = dict(request.headers)
     if request.request_id is not None:
@@ -107,7 +114,7 @@ def _streamed(response: httpx.Response) -> Answer:
 
 
 def ask_all(
-    server: RunningServer, requests: Sequence[Ask], *, at_once: int = 8, timeout_s: float = 60.0
+    server: Served, requests: Sequence[Ask], *, at_once: int = 8, timeout_s: float = 60.0
 ) -> list[Answer]:
     """Send `requests` with `at_once` in flight; answers in the same order."""
 

@@ -25,13 +25,14 @@ from server.config import PD, Deadlines, Settings
 from server.engine.fake import FakeModel
 from server.fake_tokenizer import FakeTokenizer
 from server.gateway.pipeline import Gateway
-from server.gateway.worker import HttpServer
+from server.gateway.worker import HttpServer, acknowledge
 from server.wire.messages import (
     AnyMessage,
     Cancel,
     ColocatedRequest,
     DecodeRequest,
     Heartbeat,
+    HeartbeatAck,
     LegClosed,
     Peer,
     PrefillRequest,
@@ -43,7 +44,7 @@ from server.wire.sockets import AsyncInbox, Outbox
 
 LegRequest = DecodeRequest | PrefillRequest | ColocatedRequest
 PAGE_SIZE = 16
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 @dataclass(slots=True)
@@ -140,12 +141,29 @@ def endless(text: str = "x", *, gap_s: float = 0.005) -> Script:
     return script
 
 
+def fails(
+    outcome: Outcome, reason: str, *, message: str = "it broke", by: str | None = None
+) -> Script:
+    """A leg that ends at once, for `reason`."""
+
+    async def script(leg: LegDouble) -> None:
+        leg.close(outcome, reason=reason, message=f"{leg.worker.instance}: {message}", by=by)
+
+    return script
+
+
 async def silent(_leg: LegDouble) -> None:
     """A leg from which nothing is heard."""
 
 
 class WorkerDouble:
-    """A process as the gateway sees it. `answers_cancel` False: it ignores Cancel."""
+    """A process as the gateway sees it.
+
+    answers_cancel   False: it never answers a Cancel
+    cancel_stops     False: a script goes on behind a Cancel, until `stop_legs`
+    loses_cancels    Cancels that never reach it, from here on
+    acks             heartbeats that were answered
+    """
 
     def __init__(
         self, role: Role, index: int, *, directory: Path, gateway: str, script: Script
@@ -154,6 +172,10 @@ class WorkerDouble:
         self.instance = f"{role.value}-{index}"
         self.script = script
         self.answers_cancel = True
+        self.cancel_stops = True
+        self.loses_cancels = 0
+        self.acks = 0
+        self.page_size = PAGE_SIZE
         self.requests: list[LegRequest] = []
         self.cancels: list[Cancel] = []
         self.load = WorkerLoad(pages_total=1024, pages_free=1024)
@@ -194,7 +216,7 @@ class WorkerDouble:
                 busy=busy,
                 draining=self.draining,
                 info=None if self.role is Role.TRANSFER else model.info,
-                layout=None if self.role is Role.TRANSFER else model.layout(PAGE_SIZE),
+                layout=None if self.role is Role.TRANSFER else model.layout(self.page_size),
             )
         )
 
@@ -202,6 +224,19 @@ class WorkerDouble:
         """Wait until what this worker received satisfies `condition`."""
         async with asyncio.timeout(WAIT_S), self._seen:
             await self._seen.wait_for(lambda: condition(self))
+
+    def stop_legs(self) -> None:
+        """End every script."""
+        for task in self._legs.values():
+            task.cancel()
+        self._legs.clear()
+
+    async def die(self) -> None:
+        """Be gone, as a process that is killed: its connections break, nothing more is said."""
+        self.beats = False
+        self.stop_legs()
+        self._tasks[0].cancel()
+        await asyncio.to_thread(self._inbox.close)
 
     async def close(self) -> None:
         for task in (*self._tasks, *self._legs.values()):
@@ -224,11 +259,17 @@ class WorkerDouble:
                 self._seen.notify_all()
 
     def _take(self, message: AnyMessage) -> None:
-        if isinstance(message, Cancel):
+        if isinstance(message, HeartbeatAck):
+            self.acks += 1
+        elif isinstance(message, Cancel):
             self.cancels.append(message)
-            task = self._legs.pop(message.handoff_id, None)
-            if task is not None:
-                task.cancel()
+            if self.loses_cancels:
+                self.loses_cancels -= 1
+                return
+            if self.cancel_stops:
+                task = self._legs.pop(message.handoff_id, None)
+                if task is not None:
+                    task.cancel()
             if self.answers_cancel:
                 self.send(
                     LegClosed(
@@ -308,6 +349,12 @@ class GatewayUnderTest:
         self._records += self.rings.records(Role.GATEWAY)
         return self._records
 
+    async def marked(self, mark: Mark, count: int = 1) -> None:
+        """Wait until the gateway has recorded `mark` so many times."""
+        async with asyncio.timeout(WAIT_S):
+            while len(self.marks(mark)) < count:  # noqa: ASYNC110 -- marks have no event
+                await asyncio.sleep(0.005)
+
     async def dispatched(self) -> None:
         """Wait until the decode worker has its first request."""
         await self.decode.until(lambda worker: len(worker.requests) == 1)
@@ -366,7 +413,7 @@ async def gateway_under_test(
     server = HttpServer(gateway)
     tasks = [
         asyncio.create_task(server.serve(sockets=[listener])),
-        asyncio.create_task(_deliver(inbox, gateway)),
+        asyncio.create_task(_deliver(inbox, outbox, gateway)),
         asyncio.create_task(_tick(gateway)),
     ]
     script = decode_script or speak("Hello!")
@@ -412,9 +459,13 @@ async def _until_ready(client: httpx.AsyncClient) -> None:
             await asyncio.sleep(0.01)
 
 
-async def _deliver(inbox: AsyncInbox, gateway: Gateway) -> None:
+async def _deliver(inbox: AsyncInbox, outbox: Outbox, gateway: Gateway) -> None:
     while True:
         for received in await inbox.receive():
+            if isinstance(received.message, Heartbeat):
+                beat = received.message
+                ack = acknowledge(beat, received.arrived_ns, gateway.cluster.me, "")
+                outbox.send(beat.peer.endpoint, ack)
             gateway.cluster.deliver(received.message)
 
 

@@ -30,6 +30,29 @@ def test_places_are_taken_then_waited_for_then_refused() -> None:
     assert (admission.in_flight, admission.waiting) == (1, 0)
 
 
+def test_room_is_kept_for_who_approaches_and_nobody_beyond_it_begins() -> None:
+    admission = Admission(max_concurrency=1, max_queue=1)
+    with admission.approaching():
+        with (
+            admission.approaching(),
+            pytest.raises(Overloaded) as refusal,
+            admission.approaching(),
+        ):
+            raise AssertionError("let in")
+        assert (refusal.value.http_status, refusal.value.retry_after_s) == (429, 1)
+        with admission.approaching():
+            pass
+    assert admission.enter("a", "a", unexpected) is None
+    with admission.approaching():
+        pass
+    assert admission.enter("b", "b", lambda: None) is not None
+    with pytest.raises(Overloaded), admission.approaching():
+        raise AssertionError("let in")
+    admission.release("b")
+    with admission.approaching():
+        pass
+
+
 def test_leaving_the_queue_tells_nobody() -> None:
     admission = Admission(max_concurrency=1, max_queue=2)
     told: list[str] = []

@@ -157,3 +157,62 @@ def test_capacity_is_the_largest_pool_of_each_role() -> None:
     capacity = members.kv_capacity(0.0)
     assert (capacity.prompt_tokens, capacity.total_tokens) == (160, 480)
     assert registry().kv_capacity(0.0).total_tokens is None
+
+
+def test_doubted_member_gets_no_work_until_it_is_heard_of() -> None:
+    members = full_registry()
+    members.doubt("of somebody else", "x")
+    assert pairs(members) == 1
+    decode = Peer(instance="decode-0", endpoint="ipc://decode-0", incarnation="d")
+    members.observe(beat("decode-0", Role.DECODE, incarnation="d"), 0.0)
+    members.doubt(decode.incarnation, "shutting_down")
+    assert state(members, "decode-0") is MemberState.SUSPECT
+    assert pairs(members) == 0
+    members.observe(beat("decode-0", Role.DECODE, incarnation="d", seq=1), 0.1)
+    assert pairs(members, 0.1) == 0  # an old beat tells nothing
+    members.observe(beat("decode-0", Role.DECODE, incarnation="d", seq=2), 0.2)
+    assert pairs(members, 0.2) == 1
+
+
+def test_doubted_transfer_leaves_no_pair_until_it_is_heard_of() -> None:
+    members = full_registry()
+    members.doubt_transfers("transfer_lost")
+    assert state(members, "transfer-0") is MemberState.SUSPECT
+    assert pairs(members) == 0
+    members.observe(beat("transfer-0", Role.TRANSFER, seq=2), 0.1)
+    assert pairs(members, 0.1) == 1
+
+
+def test_silent_member_whose_connection_is_lost_is_dead_before_its_time() -> None:
+    members = full_registry()
+
+    def is_lost(peer: Peer) -> bool:
+        return peer.instance == "decode-0"
+
+    members.cut_off(is_lost, 1.0, 1.0)
+    assert members.newly_dead(1.0) == []  # its next beat may only be late
+    members.cut_off(is_lost, 1.0, 1.1)
+    (dead,) = members.newly_dead(1.1)
+    assert dead.instance == "decode-0"
+    assert members.newly_dead(1.2) == []
+    assert state(members, "decode-0", 1.2) is MemberState.DEAD
+    assert pairs(members, 1.2) == 0
+    assert members.kv_capacity(1.2).total_tokens is None
+    members.observe(beat("decode-0", Role.DECODE, seq=2), 1.3)
+    assert pairs(members, 1.3) == 1
+
+
+def test_long_prefill_that_advances_is_healthy_and_one_that_stopped_is_not() -> None:
+    members = full_registry()
+    for seq in range(2, 102):  # fifty seconds of one prompt, a chunk every nine seconds
+        now_s = seq * 0.5
+        age_s = now_s % 9.0
+        for name, role in PLAN:
+            busy = role is Role.PREFILL
+            members.observe(
+                beat(name, role, seq=seq, busy=busy, progress_age_s=age_s if busy else 0.0), now_s
+            )
+        assert state(members, "prefill-0", now_s) is MemberState.READY
+        assert pairs(members, now_s) == 1
+    members.observe(beat("prefill-0", Role.PREFILL, seq=200, busy=True, progress_age_s=10.5), 51.0)
+    assert state(members, "prefill-0", 51.0) is MemberState.STALLED

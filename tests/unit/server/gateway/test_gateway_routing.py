@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.gateway.pairing import Refusal
 from server.gateway.routing import (
     ClusterSnapshot,
     PairChoice,
@@ -20,7 +21,9 @@ from server.gateway.routing import (
     WorkerSnapshot,
     choose_pair,
     count_pairs,
+    misfits,
     page_hashes,
+    refusals,
 )
 from server.kv.layout import KvLayout
 from server.wire.messages import Peer, WorkerLoad
@@ -195,3 +198,65 @@ def test_prefix_index_is_bounded_and_forgets_tails_first() -> None:
     index.add(page_hashes(range(1000, 1032), 16))
     assert len(index) == 4
     assert index.matched_pages(first) == 2
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_refused_pair_is_never_chosen_and_others_are(policy: Policy) -> None:
+    full = cluster()
+    snapshot = ClusterSnapshot(
+        prefill=full.prefill, decode=full.decode, refused=frozenset({("p0-1", "d0-1")})
+    )
+    assert set(choices(snapshot, policy, 24)) <= {("p0", "d1"), ("p1", "d0"), ("p1", "d1")}
+    assert count_pairs(snapshot) == 3
+    reason = Refusal(prefill="p0", decode="d0", reason="protocol 1 against 2")
+    assert refusals(snapshot, {("p0-1", "d0-1"): reason}) == [reason]
+    assert misfits(snapshot, {("p0-1", "d0-1"): reason}) == {}
+
+
+def test_worker_that_fits_nobody_is_named_with_a_reason() -> None:
+    snapshot = ClusterSnapshot(
+        prefill=(worker("p0"), worker("p1", fingerprint="x")), decode=(worker("d0"),)
+    )
+    (refusal,) = refusals(snapshot, {})
+    assert (refusal.prefill, refusal.decode) == ("p1", "d0")
+    assert misfits(snapshot, {}) == {"p1": refusal}
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize(
+    ("avoid", "expected"),
+    [
+        ({"p0-1"}, {("p1", "d0"), ("p1", "d1")}),
+        ({"p0-1", "d0-1"}, {("p1", "d1")}),
+        ({"p0-1", "p1-1"}, {("p0", "d0"), ("p0", "d1"), ("p1", "d0"), ("p1", "d1")}),
+        ({"p0-1", "p1-1", "d0-1"}, {("p0", "d1"), ("p1", "d1")}),
+    ],
+)
+def test_workers_on_which_an_attempt_failed_are_the_last_choice(
+    policy: Policy, avoid: set[str], expected: set[tuple[str, str]]
+) -> None:
+    request = RouteRequest(prompt_ids=(1, 2, 3), max_tokens=1, avoid=frozenset(avoid))
+    chosen = set(choices(cluster(), policy, 24, request))
+    assert chosen == expected if policy is Policy.ROUND_ROBIN else chosen <= expected
+
+
+def test_only_others_will_do_where_the_same_would_end_the_same_way() -> None:
+    request = RouteRequest(prompt_ids=(1,), max_tokens=1, avoid=frozenset({"d0-1"}), elsewhere=True)
+    assert names(choose_pair(cluster(1, 2), request, Policy.LEAST_LOADED, RouterState()))[1] == "d1"
+    assert choose_pair(cluster(2, 1), request, Policy.LEAST_LOADED, RouterState()) is None
+
+
+def test_pool_that_can_never_hold_the_request_is_not_chosen() -> None:
+    snapshot = ClusterSnapshot(
+        prefill=(worker("p0", total=6, free=6), worker("p1", total=7, free=0)),
+        decode=(
+            worker("d0", total=7, free=7),
+            worker("d1", total=8, free=0),
+            worker("d2", total=0),
+        ),
+    )
+    fits = RouteRequest(prompt_ids=tuple(range(112)), max_tokens=1)
+    grows = RouteRequest(prompt_ids=tuple(range(112)), max_tokens=2)
+    policy = Policy.ROUND_ROBIN
+    assert set(choices(snapshot, policy, 9, fits)) == {("p1", "d0"), ("p1", "d1"), ("p1", "d2")}
+    assert set(choices(snapshot, policy, 9, grows)) == {("p1", "d1"), ("p1", "d2")}
