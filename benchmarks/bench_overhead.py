@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import otlp_sink, server_load, step_loop, switched_server
-from benchmarks.paired import Estimate, centre, estimate, quantile
+from benchmarks.paired import Estimate, adjusted, centre, estimate, quantile
 from benchmarks.switched_process import Arm
 
 RATES = (1_000, 5_000, 20_000)
@@ -197,21 +197,24 @@ def summarise(
     """Differences from recording off, as parts of it, with 95 % intervals.
 
     Both windows of a block without recording are what the others are compared with; `off again`,
-    compared with `off` alone, is the noise floor.
+    compared with `off` alone, is the noise floor. Windows are given without their gaps.
     """
     windows = [window for block in blocks for window in block.values()]
     return {
         "blocks": len(blocks),
         "variants": {
             name: {
-                kind: asdict(estimate(blocks, partial(measure, name)))
+                kind: asdict(estimate(blocks, partial(measure.of, name)))
                 for kind, measure in _MEASURES.items()
             }
             for name in VARIANTS
             if name != "off"
         },
         "agent": {
-            name: asdict(estimate(blocks, partial(_agent_share, name)))
+            name: {
+                "share": asdict(estimate(blocks, partial(_agent_share, name))),
+                "cores": sum(b[name].agent for b in blocks) / sum(b[name].wall_s for b in blocks),
+            }
             for name in ("on", "on, OTLP")
         },
         "calls": {
@@ -222,64 +225,88 @@ def summarise(
         },
         "tokens_per_s_off": spread([load.tokens / block["off"].wall_s for block in blocks]),
         "cpu_s_per_token_off": spread([block["off"].serving / load.tokens for block in blocks]),
-        "outside_engine_off": spread(
+        "outside_model_off": spread(
             [1 - block["off"].engine / block["off"].serving for block in blocks]
         ),
         "records_per_request": statistics.mean(block["on"].records for block in blocks)
         / (load.streams * load.requests),
         "others_busy": spread([window.others for window in windows]),
         "failed": sum(window.failed for window in windows),
+        "windows": [
+            {name: asdict(replace(window, gaps_s=())) for name, window in block.items()}
+            for block in blocks
+        ],
     }
 
 
-def _ratio(blocks: Sequence[Block], name: str, value: Callable[[Window], float]) -> float:
-    """Centre of the relative differences of a variant's windows from those without recording."""
-    return (
-        math.exp(
-            centre([math.log(value(block[name]) / _base(block, name, value)) for block in blocks])
-        )
-        - 1
-    )
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A cost of a variant, relative to windows without recording; above 0 is worse.
+
+    value    of a window and its block
+    beside   what disturbs it and recording does not change: taken out by regression
+    """
+
+    title: str
+    value: Callable[[Window, Block], float]
+    beside: tuple[Callable[[Window, Block], float], ...] = ()
+
+    def of(self, name: str, blocks: Sequence[Block]) -> float:
+        """Centre of a variant's differences from the windows without recording of its block."""
+        values = [{n: self.value(w, block) for n, w in block.items()} for block in blocks]
+        if self.beside:
+            causes = [
+                {n: [cause(w, block) for cause in self.beside] for n, w in block.items()}
+                for block in blocks
+            ]
+            values = adjusted(values, causes)
+        bases = ("off",) if name == "off again" else ("off", "off again")
+        return centre([v[name] - statistics.mean(v[base] for base in bases) for v in values])
 
 
-def _base(block: Block, name: str, value: Callable[[Window], float]) -> float:
-    bases = ("off",) if name == "off again" else ("off", "off again")
-    return statistics.geometric_mean(value(block[base]) for base in bases)
+def _log_time(window: Window, _: Block) -> float:
+    return math.log(window.wall_s)
 
 
-def _throughput(name: str, blocks: Sequence[Block]) -> float:
-    return _ratio(blocks, name, lambda window: 1 / window.wall_s)
+def _log_p99_gap(window: Window, _: Block) -> float:
+    return math.log(quantile(window.gaps_s, 0.99))
 
 
-def _p99_gap(name: str, blocks: Sequence[Block]) -> float:
-    def p99(*names: str) -> float:
-        return quantile([gap for b in blocks for n in names for gap in b[n].gaps_s], 0.99)
-
-    bases = ("off",) if name == "off again" else ("off", "off again")
-    return p99(name) / p99(*bases) - 1
+def _log_serving(window: Window, _: Block) -> float:
+    return math.log(window.serving)
 
 
-def _serving(name: str, blocks: Sequence[Block]) -> float:
-    return _ratio(blocks, name, lambda window: window.serving)
+def _log_all(window: Window, _: Block) -> float:
+    return math.log(window.serving + window.agent)
 
 
-def _all_cpu(name: str, blocks: Sequence[Block]) -> float:
-    return _ratio(blocks, name, lambda window: window.serving + window.agent)
+def _outside(window: Window, block: Block) -> float:
+    """CPU time outside the forward passes, as a part of all that a window of the block takes."""
+    return (window.serving - window.engine) / _usual_serving(block)
 
 
-def _outside_engine(name: str, blocks: Sequence[Block]) -> float:
-    """Of CPU time outside the forward passes, but as a part of all CPU time."""
+def _engine(window: Window, block: Block) -> float:
+    """How slow the machine is at the model's work in this window."""
+    return window.engine / _usual_serving(block)
 
-    def outside(window: Window) -> float:
-        return window.serving - window.engine
 
-    return centre(
-        [
-            (outside(block[name]) - _base(block, name, outside))
-            / _base(block, name, lambda window: window.serving)
-            for block in blocks
-        ]
-    )
+def _usual_serving(block: Block) -> float:
+    return statistics.mean(window.serving for window in block.values())
+
+
+def _others(window: Window, _: Block) -> float:
+    return window.others
+
+
+_MEASURES: Mapping[str, Measure] = {
+    "time_per_token": Measure("time a token", _log_time),
+    "time_per_token_adjusted": Measure("time a token, adjusted", _log_time, (_others, _engine)),
+    "p99_gap": Measure("p99 gap", _log_p99_gap),
+    "p99_gap_adjusted": Measure("p99 gap, adjusted", _log_p99_gap, (_others, _engine)),
+    "cpu": Measure("CPU a token", _log_serving),
+    "cpu_outside_model": Measure("CPU outside the model", _outside, (_engine,)),
+    "cpu_with_agent": Measure("CPU with agent", _log_all),
+}
 
 
 def _agent_share(name: str, blocks: Sequence[Block]) -> float:
@@ -288,15 +315,6 @@ def _agent_share(name: str, blocks: Sequence[Block]) -> float:
 
 def _calls_share(windows: Sequence[Window]) -> float:
     return sum(w.calls_s for w in windows) / sum(w.serving for w in windows)
-
-
-_MEASURES: Mapping[str, Callable[[str, Sequence[Block]], float]] = {
-    "throughput": _throughput,
-    "p99_gap": _p99_gap,
-    "cpu": _serving,
-    "cpu_outside_engine": _outside_engine,
-    "cpu_with_agent": _all_cpu,
-}
 
 
 def bench_agent(rounds: int) -> dict[str, Any]:
@@ -339,32 +357,31 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
 
 
 def _show_server(found: Mapping[str, Any], console: Console) -> None:
-    table = Table(
-        "recording", *_MEASURES, title=f"server at saturation, {found['blocks']} blocks, 95 %"
-    )
-    for name, measures in found["variants"].items():
-        table.add_row(name, *(_interval(Estimate(**measures[kind])) for kind in _MEASURES))
+    title = f"cost at saturation, {found['blocks']} blocks, with 95 % intervals"
+    table = Table("cost", "off again", "on", "on, OTLP", f"limit of {LIMIT:.0%}", title=title)
+    for kind, measure in _MEASURES.items():
+        costs = {name: Estimate(**kinds[kind]) for name, kinds in found["variants"].items()}
+        floor = costs["off again"].reach
+        verdicts = [costs[name].verdict(LIMIT, floor) for name in ("on", "on, OTLP")]
+        table.add_row(measure.title, *map(_interval, costs.values()), ", ".join(verdicts))
     console.print(table)
     calls = found["calls"]
     console.print(
         f"recording's own calls, timed: {_interval(Estimate(**calls['share']))} of the CPU time of "
         f"serving ({calls['per_request']:.0f} calls a request, {calls['ns']:.0f} ns each)"
     )
-    for name, share in found["agent"].items():
-        console.print(f"agent, {name}: {_interval(Estimate(**share))} of the CPU time of serving")
+    for name, agent in found["agent"].items():
+        console.print(
+            f"agent, {name}: {_interval(Estimate(**agent['share']))} of the CPU time of serving, "
+            f"{agent['cores']:.1%} of a core"
+        )
     console.print(
         f"off: {found['tokens_per_s_off'][0]:.1f} tokens/s, "
         f"{found['cpu_s_per_token_off'][0] * 1e3:.2f} ms of CPU a token, "
-        f"{found['outside_engine_off'][0]:.1%} of it outside the model; others kept "
-        f"{found['others_busy'][0]:.2f} processors busy; {found['failed']} requests failed"
+        f"{found['outside_model_off'][0]:.1%} of it outside the model; others kept "
+        f"{found['others_busy'][0]:.2f} [{found['others_busy'][1]:.2f} to "
+        f"{found['others_busy'][2]:.2f}] processors busy; {found['failed']} requests failed"
     )
-    for kind in _MEASURES:
-        floor = Estimate(**found["variants"]["off again"][kind]).reach
-        verdicts = "; ".join(
-            f"{name}: {Estimate(**found['variants'][name][kind]).verdict(LIMIT)}"
-            for name in ("on", "on, OTLP")
-        )
-        console.print(f"{kind}, {LIMIT:.0%} limit: {verdicts} (noise floor {floor:.1%})")
 
 
 def _interval(found: Estimate) -> str:

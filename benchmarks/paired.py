@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+
+import numpy as np
 
 RESAMPLES = 1000
 COVERAGE = 0.95
@@ -20,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A relative difference (0.01 is one per cent) with the ends of its 95 % interval."""
+    """A cost relative to none (0.01 is one per cent) with the ends of its 95 % interval."""
 
     value: float
     low: float
@@ -31,11 +33,11 @@ class Estimate:
         """The largest difference, of either sign, that the interval allows."""
         return max(abs(self.low), abs(self.high))
 
-    def verdict(self, limit: float) -> str:
-        """Whether the difference is within `limit`, as far as the interval tells."""
+    def verdict(self, limit: float, floor: float) -> str:
+        """Whether the cost is within `limit`, as far as the interval and the noise floor tell."""
         if self.reach <= limit:
             return "within"
-        if self.low > limit or self.high < -limit:
+        if self.low > max(limit, floor):
             return "beyond"
         return "cannot tell"
 
@@ -65,3 +67,26 @@ def quantile(values: Sequence[float], q: float) -> float:
     """The value below which a part `q` of them is; nan of none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * q))] if ordered else float("nan")
+
+
+def adjusted(
+    values: Sequence[Mapping[str, float]], beside: Sequence[Mapping[str, Sequence[float]]]
+) -> list[dict[str, float]]:
+    """`values` (block, variant → value) less what goes with the quantities measured `beside` them.
+
+    Slopes are those of least squares within blocks and within variants, so neither drift nor what
+    the variants themselves differ by is taken for an influence of those quantities.
+    """
+    names = list(values[0])
+    outcome = np.array([[block[name] for name in names] for block in values])
+    causes = np.array([[block[name] for name in names] for block in beside])
+    causes = causes - causes.mean(axis=(0, 1))
+    slopes, *_ = np.linalg.lstsq(
+        _residuals(causes).reshape(-1, causes.shape[2]), _residuals(outcome).ravel(), rcond=None
+    )
+    return [dict(zip(names, map(float, row), strict=True)) for row in outcome - causes @ slopes]
+
+
+def _residuals(table: np.ndarray) -> np.ndarray:
+    """What neither the block (first axis) nor the variant (second) accounts for."""
+    return table - table.mean(0, keepdims=True) - table.mean(1, keepdims=True) + table.mean((0, 1))
