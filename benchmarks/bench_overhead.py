@@ -1,53 +1,60 @@
 """What does recording cost a process that serves, a server at saturation, and the agent?
 
-Three parts, each with its variants interleaved in an order drawn anew for every round; ratios are
-taken within a round, and their medians are printed with the lowest and the highest.
+Three parts. Each has its variants interleaved in an order drawn anew for every round or block;
+ratios are taken within it.
 
 loop    an engine-like step loop (`benchmarks.step_loop`) with 1k, 5k and 20k marks a second, and
         with as many SDK spans
-server  the real server and the default model at saturation (`benchmarks.server_load`): recording
-        off, on, and on with OTLP export; the servers stand side by side and are loaded in turn
+server  the real server and the default model at saturation: one server, whose recording is off, on,
+        and on with OTLP export by turns (`benchmarks.switched_server`). A window is a batch of
+        requests (`benchmarks.server_load`); a switch comes when none is in flight
 agent   marks in, OTLP out (`benchmarks.agent_throughput`), and memory with 100,000 requests in
         flight (`benchmarks.tracker_memory`)
 
 Loop and server measure their own noise floor: `off` runs under two names. A difference below what
-those two differ by says nothing. `CPU per token` is the processor time of the processes that serve
-(not the agent's), which neighbours on the machine disturb less than they disturb elapsed time.
+those two differ by says nothing. Neighbours on the machine disturb elapsed time most, and CPU time
+too, as the model waits for memory that they use as well; what Python does outside the model's
+forward passes, recording among it, they hardly disturb. The server's part says all three, and
+beside differences what recording's own calls took, timed one by one in windows of their own.
 
-    python -m benchmarks.bench_overhead [--part loop|server|agent ...] [--rounds 5] [--json]
+    python -m benchmarks.bench_overhead [--part loop|server|agent ...] [--rounds 5] [--blocks 30]
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import asyncio
+import itertools
 import json
-import os
+import math
 import random
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import otlp_sink, server_load, step_loop
+from benchmarks import otlp_sink, server_load, step_loop, switched_server
+from benchmarks.paired import Estimate, adjusted, centre, estimate, quantile
+from benchmarks.switched_process import Arm
 
 RATES = (1_000, 5_000, 20_000)
-SERVERS: Mapping[str, tuple[bool, bool]] = {  # name → recording, exporting
-    "off": (False, False),
-    "off again": (False, False),
-    "on": (True, False),
-    "on, OTLP": (True, True),
+VARIANTS: Mapping[str, Arm] = {
+    "off": Arm.OFF,
+    "off again": Arm.OFF,
+    "on": Arm.ON,
+    "on, OTLP": Arm.EXPORT,
 }
-_START_S = 180.0
-_STOP_S = 30.0
+LIMIT = 0.01
+"""What recording may cost a server, of throughput and of the 99th percentile of token gaps."""
+_TIMED_EVERY = 3  # blocks
 
 T = TypeVar("T")
 Spread = tuple[float, float, float]
@@ -104,108 +111,210 @@ def _loop_at(
     }
 
 
-def bench_server(rounds: int, load: server_load.Load, endpoint: str) -> dict[str, Any]:
-    """Throughput and 99th percentile of token gaps against `off` of the same round."""
-    with (
-        tempfile.TemporaryDirectory(prefix="pdtrace-bench-") as folder,
-        contextlib.ExitStack() as s,
-    ):
-        servers: dict[str, _Running] = {}
-        for name, (records, exports) in SERVERS.items():
-            _progress.print(f"server: starting the one with recording {name}")
-            run_dir = Path(folder) / name.replace(" ", "-").replace(",", "")
-            servers[name] = s.enter_context(
-                _server(run_dir, records=records, endpoint=endpoint if exports else None)
-            )
-        warm_up = server_load.Load(
-            streams=load.streams,
-            seconds=3.0,
-            prompt_tokens=load.prompt_tokens,
-            max_tokens=load.max_tokens,
-        )
-        for server in servers.values():
-            server.turn(warm_up)
-        tokens: dict[str, list[float]] = {name: [] for name in SERVERS if name != "off"}
-        gaps: dict[str, list[float]] = {name: [] for name in tokens}
-        cpu: dict[str, list[float]] = {name: [] for name in tokens}
-        base_tokens: list[float] = []
-        failed = 0
-        for number in range(rounds):
-            _progress.print(f"server: round {number + 1} of {rounds}")
-            seen = {name: servers[name].turn(load) for name in in_random_order([*SERVERS])}
-            failed += sum(turn.failed for turn in seen.values())
-            base = seen["off"]
-            base_tokens.append(base.tokens_per_s)
-            for name, ratios in tokens.items():
-                ratios.append(seen[name].tokens_per_s / base.tokens_per_s)
-                gaps[name].append(seen[name].p99_gap_s / base.p99_gap_s)
-                cpu[name].append(seen[name].cpu_s_per_token / base.cpu_s_per_token)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """One batch of requests under one arm. Seconds; CPU seconds.
+
+    gaps_s    between tokens, of all its answers
+    serving   CPU of the serving processes, `engine` the part in the model's forward passes
+    agent     CPU of the agents
+    calls     recording calls that were timed, `calls_s` what they took
+    others    processors kept busy by anybody else, the client among them
+    records   written in it
+    """
+
+    wall_s: float
+    gaps_s: Sequence[float]
+    failed: int
+    serving: float
+    engine: float
+    agent: float
+    calls: int
+    calls_s: float
+    others: float
+    records: int
+
+
+Block = Mapping[str, Window]
+"""A window of each variant, run close together in an order of their own."""
+
+
+def bench_server(blocks: int, load: server_load.Load, endpoint: str) -> dict[str, Any]:
+    """What recording costs one running server, from `blocks` of a window of each variant."""
+    with tempfile.TemporaryDirectory(prefix="pdtrace-bench-") as folder:
+        _progress.print("server: starting")
+        with switched_server.running(Path(folder), endpoint=endpoint) as server:
+            numbers = itertools.count()
+
+            def window(arm: Arm) -> Window:
+                return _window(server, arm, load, next(numbers))
+
+            for arm in (Arm.OFF, Arm.ON, Arm.EXPORT, Arm.TIMED):
+                window(arm)  # warm-up
+            found: list[Block] = []
+            timed: list[Window] = []
+            for number in range(blocks):
+                _progress.print(f"server: block {number + 1} of {blocks}")
+                found.append(
+                    {name: window(VARIANTS[name]) for name in in_random_order([*VARIANTS])}
+                )
+                if number % _TIMED_EVERY == 0:
+                    timed.append(window(Arm.TIMED))
+    return summarise(found, timed, load)
+
+
+def _window(
+    server: switched_server.SwitchedServer, arm: Arm, load: server_load.Load, number: int
+) -> Window:
+    server.switch(arm)
+    before = server.used()
+    seen = asyncio.run(server_load.run_batch(server.url, server.model, load, number))
+    written = server.settle()
+    after = server.used()
+    expected = {switched_server.RINGS_OF[arm]} - {None}
+    if {of for of, count in written.items() if count} != expected:
+        raise SystemExit(f"recording was not {arm} in a window: it wrote {written}")
+    serving, agent = after.serving - before.serving, after.agents - before.agents
+    wall_s = after.wall_s - before.wall_s
+    busy_s = after.busy_s - before.busy_s - (serving + agent) / 1e9
+    return Window(
+        wall_s=seen.wall_s,
+        gaps_s=seen.gaps_s,
+        failed=seen.failed,
+        serving=serving / 1e9,
+        engine=(after.engine - before.engine) / 1e9,
+        agent=agent / 1e9,
+        calls=after.calls - before.calls,
+        calls_s=(after.calls_ns - before.calls_ns) / 1e9,
+        others=busy_s / wall_s,
+        records=sum(written.values()),
+    )
+
+
+def summarise(
+    blocks: Sequence[Block], timed: Sequence[Window], load: server_load.Load
+) -> dict[str, Any]:
+    """Differences from recording off, as parts of it, with 95 % intervals.
+
+    Both windows of a block without recording are what the others are compared with; `off again`,
+    compared with `off` alone, is the noise floor. Windows are given without their gaps.
+    """
+    windows = [window for block in blocks for window in block.values()]
     return {
-        "tokens_per_s_off": spread(base_tokens),
-        "throughput": {name: spread(values) for name, values in tokens.items()},
-        "p99_gap": {name: spread(values) for name, values in gaps.items()},
-        "cpu_per_token": {name: spread(values) for name, values in cpu.items()},
-        "failed": failed,
+        "blocks": len(blocks),
+        "variants": {
+            name: {
+                kind: asdict(estimate(blocks, partial(measure.of, name)))
+                for kind, measure in _MEASURES.items()
+            }
+            for name in VARIANTS
+            if name != "off"
+        },
+        "agent": {
+            name: {
+                "share": asdict(estimate(blocks, partial(_agent_share, name))),
+                "cores": sum(b[name].agent for b in blocks) / sum(b[name].wall_s for b in blocks),
+            }
+            for name in ("on", "on, OTLP")
+        },
+        "calls": {
+            "share": asdict(estimate(timed, _calls_share)),
+            "ns": sum(w.calls_s for w in timed) / sum(w.calls for w in timed) * 1e9,
+            "per_request": sum(w.calls for w in timed)
+            / (len(timed) * load.streams * load.requests),
+        },
+        "tokens_per_s_off": spread([load.tokens / block["off"].wall_s for block in blocks]),
+        "cpu_s_per_token_off": spread([block["off"].serving / load.tokens for block in blocks]),
+        "outside_model_off": spread(
+            [1 - block["off"].engine / block["off"].serving for block in blocks]
+        ),
+        "records_per_request": statistics.mean(block["on"].records for block in blocks)
+        / (load.streams * load.requests),
+        "others_busy": spread([window.others for window in windows]),
+        "failed": sum(window.failed for window in windows),
+        "windows": [
+            {name: asdict(replace(window, gaps_s=())) for name, window in block.items()}
+            for block in blocks
+        ],
     }
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
-    tokens_per_s: float
-    p99_gap_s: float
-    failed: int
-    cpu_s_per_token: float
+class Measure:
+    """A cost of a variant, relative to windows without recording; above 0 is worse.
+
+    value    of a window and its block
+    beside   what disturbs it and recording does not change: taken out by regression
+    """
+
+    title: str
+    value: Callable[[Window, Block], float]
+    beside: tuple[Callable[[Window, Block], float], ...] = ()
+
+    def of(self, name: str, blocks: Sequence[Block]) -> float:
+        """Centre of a variant's differences from the windows without recording of its block."""
+        values = [{n: self.value(w, block) for n, w in block.items()} for block in blocks]
+        if self.beside:
+            causes = [
+                {n: [cause(w, block) for cause in self.beside] for n, w in block.items()}
+                for block in blocks
+            ]
+            values = adjusted(values, causes)
+        bases = ("off",) if name == "off again" else ("off", "off again")
+        return centre([v[name] - statistics.mean(v[base] for base in bases) for v in values])
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """A server that is ready. `pids` are those of the processes that serve, not the agent's."""
-
-    url: str
-    model: str
-    pids: Sequence[int]
-
-    def turn(self, load: server_load.Load) -> _Turn:
-        before_s = self._cpu_s()
-        seen = server_load.run_load(self.url, self.model, load)
-        used_s = self._cpu_s() - before_s
-        return _Turn(seen.tokens_per_s, seen.p99_gap_s, seen.failed, used_s / max(seen.tokens, 1))
-
-    def _cpu_s(self) -> float:
-        """Processor time that the serving processes have used."""
-        ticks = 0
-        for pid in self.pids:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+def _log_time(window: Window, _: Block) -> float:
+    return math.log(window.wall_s)
 
 
-@contextlib.contextmanager
-def _server(run_dir: Path, *, records: bool, endpoint: str | None) -> Generator[_Running]:
-    """A server of its own, ready."""
-    command = [sys.executable, "-m", "server", "up", "--json", "--port", "0", "--run-dir"]
-    command += [str(run_dir), *(() if records else ("--no-record",))]
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("OTEL_")}
-    if endpoint is not None:
-        environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise SystemExit(f"the server did not start: {' '.join(command)}")
-        state = json.loads(line)
-        pids = [int(p["pid"]) for p in state["processes"] if p["role"] != "agent"]
-        yield _Running(str(state["url"]), str(state["model"]), pids)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(_STOP_S)
+def _log_p99_gap(window: Window, _: Block) -> float:
+    return math.log(quantile(window.gaps_s, 0.99))
+
+
+def _log_serving(window: Window, _: Block) -> float:
+    return math.log(window.serving)
+
+
+def _log_all(window: Window, _: Block) -> float:
+    return math.log(window.serving + window.agent)
+
+
+def _outside(window: Window, block: Block) -> float:
+    """CPU time outside the forward passes, as a part of all that a window of the block takes."""
+    return (window.serving - window.engine) / _usual_serving(block)
+
+
+def _engine(window: Window, block: Block) -> float:
+    """How slow the machine is at the model's work in this window."""
+    return window.engine / _usual_serving(block)
+
+
+def _usual_serving(block: Block) -> float:
+    return statistics.mean(window.serving for window in block.values())
+
+
+def _others(window: Window, _: Block) -> float:
+    return window.others
+
+
+_MEASURES: Mapping[str, Measure] = {
+    "time_per_token": Measure("time a token", _log_time),
+    "time_per_token_adjusted": Measure("time a token, adjusted", _log_time, (_others, _engine)),
+    "p99_gap": Measure("p99 gap", _log_p99_gap),
+    "p99_gap_adjusted": Measure("p99 gap, adjusted", _log_p99_gap, (_others, _engine)),
+    "cpu": Measure("CPU a token", _log_serving),
+    "cpu_outside_model": Measure("CPU outside the model", _outside, (_engine,)),
+    "cpu_with_agent": Measure("CPU with agent", _log_all),
+}
+
+
+def _agent_share(name: str, blocks: Sequence[Block]) -> float:
+    return sum(b[name].agent for b in blocks) / sum(b[name].serving for b in blocks)
+
+
+def _calls_share(windows: Sequence[Window]) -> float:
+    return sum(w.calls_s for w in windows) / sum(w.serving for w in windows)
 
 
 def bench_agent(rounds: int) -> dict[str, Any]:
@@ -244,18 +353,40 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
                 )
         console.print(table)
     if "server" in result:
-        found = result["server"]
-        table = Table(
-            "recording", "tokens/s", "p99 token gap", "CPU per token", title="server at saturation"
+        _show_server(result["server"], console)
+
+
+def _show_server(found: Mapping[str, Any], console: Console) -> None:
+    title = f"cost at saturation, {found['blocks']} blocks, with 95 % intervals"
+    table = Table("cost", "off again", "on", "on, OTLP", f"limit of {LIMIT:.0%}", title=title)
+    for kind, measure in _MEASURES.items():
+        costs = {name: Estimate(**kinds[kind]) for name, kinds in found["variants"].items()}
+        floor = costs["off again"].reach
+        verdicts = [costs[name].verdict(LIMIT, floor) for name in ("on", "on, OTLP")]
+        table.add_row(measure.title, *map(_interval, costs.values()), ", ".join(verdicts))
+    console.print(table)
+    calls = found["calls"]
+    console.print(
+        f"recording's own calls, timed: {_interval(Estimate(**calls['share']))} of the CPU time of "
+        f"serving ({calls['per_request']:.0f} calls a request, {calls['ns']:.0f} ns each)"
+    )
+    for name, agent in found["agent"].items():
+        console.print(
+            f"agent, {name}: {_interval(Estimate(**agent['share']))} of the CPU time of serving, "
+            f"{agent['cores']:.1%} of a core"
         )
-        for name, values in found["throughput"].items():
-            table.add_row(
-                name,
-                _percent(values),
-                _percent(found["p99_gap"][name]),
-                _percent(found["cpu_per_token"][name]),
-            )
-        console.print(table)
+    console.print(
+        f"off: {found['tokens_per_s_off'][0]:.1f} tokens/s, "
+        f"{found['cpu_s_per_token_off'][0] * 1e3:.2f} ms of CPU a token, "
+        f"{found['outside_model_off'][0]:.1%} of it outside the model; others kept "
+        f"{found['others_busy'][0]:.2f} [{found['others_busy'][1]:.2f} to "
+        f"{found['others_busy'][2]:.2f}] processors busy; {found['failed']} requests failed"
+    )
+
+
+def _interval(found: Estimate) -> str:
+    value, low, high = (part * 100 for part in (found.value, found.low, found.high))
+    return f"{value:+.2f} % [{low:+.2f} to {high:+.2f}]"
 
 
 def main() -> int:
@@ -266,8 +397,9 @@ def main() -> int:
     parser.add_argument("--part", action="append", choices=("loop", "server", "agent"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.5, help="of one turn of the loop")
-    parser.add_argument("--load-seconds", type=float, default=10.0, help="of one turn of a server")
+    parser.add_argument("--blocks", type=int, default=30, help="of windows of the server")
     parser.add_argument("--streams", type=int, default=8, help="requests in flight at a server")
+    parser.add_argument("--tokens", type=int, default=16, help="that each of them asks for")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     given = parser.parse_args()
     parts = given.part or ["loop", "server", "agent"]
@@ -276,8 +408,8 @@ def main() -> int:
         if "loop" in parts:
             result["loop"] = bench_loop(given.rounds, given.seconds, endpoint)
         if "server" in parts:
-            load = server_load.Load(streams=given.streams, seconds=given.load_seconds)
-            result["server"] = bench_server(given.rounds, load, endpoint)
+            load = server_load.Load(streams=given.streams, max_tokens=given.tokens)
+            result["server"] = bench_server(given.blocks, load, endpoint)
     if "agent" in parts:
         result["agent"] = bench_agent(given.rounds)
     _show(result, Console(stderr=given.json))

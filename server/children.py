@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
+PROCESS_MODULE = "server.process"
+"""Entry of every child, unless the launcher is told another."""
 _POLL_S = 0.05
 _TAIL_BYTES = 64 * 1024
 
@@ -67,12 +69,13 @@ def spawn(
     log: Path,
     environment: Mapping[str, str],
     pass_fds: Sequence[int] = (),
+    module: str = PROCESS_MODULE,
 ) -> Child:
-    """Start `python -m server.process` for `config` in a process group of its own."""
+    """Start `python -m MODULE` for `config` in a process group of its own."""
     paths = [str(PROJECT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with log.open("ab") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "server.process", str(config), "--parent", str(os.getpid())],
+            [sys.executable, "-m", module, str(config), "--parent", str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

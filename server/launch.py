@@ -27,7 +27,7 @@ from types import FrameType
 import msgspec
 
 from server import children
-from server.children import Child
+from server.children import PROCESS_MODULE, Child
 from server.config import COLOCATED, NO_AGENT_HTTP, PD, ProcessConfig, Settings
 from server.disk_cache import DiskCache
 from server.engine.config import load_config
@@ -226,7 +226,10 @@ def reachable_host(host: str) -> str:
 
 @dataclass(slots=True)
 class Launcher:
-    """One server. `start`, `wait_until_ready`, `watch`, `stop`; `stop` is safe at any point."""
+    """One server. `start`, `wait_until_ready`, `watch`, `stop`; `stop` is safe at any point.
+
+    process_module   what the children run: takes the arguments of `server.process`
+    """
 
     settings: Settings
     run_dir: RunDir
@@ -234,6 +237,7 @@ class Launcher:
     model_name: str
     children: list[Child] = field(default_factory=list[Child])
     started_at: float = field(default_factory=time.time)
+    process_module: str = PROCESS_MODULE
     _signals: int = 0
     _was_ready: bool = False
     _agent_pause_s: float = _AGENT_RESTART_S[0]
@@ -448,6 +452,7 @@ class Launcher:
             log=self.run_dir.log(config.instance),
             environment=thread_limits(self.settings.threads),
             pass_fds=[] if config.http_fd is None else [config.http_fd],
+            module=self.process_module,
         )
 
     def _restart_agent(self, ended: Child) -> None:

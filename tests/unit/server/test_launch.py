@@ -237,6 +237,24 @@ def test_stop_continues_a_stopped_process(tmp_path: Path) -> None:
     assert children.stop([child], timeout_s=20) == []
 
 
+def test_a_child_runs_the_module_that_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "another_entry.py").write_text("import sys; print(*sys.argv[1:])")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    config = tmp_path / "config.json"
+    child = children.spawn(
+        instance="decode-0",
+        role="decode",
+        config=config,
+        log=tmp_path / "log",
+        environment={},
+        module="another_entry",
+    )
+    assert child.process.wait(timeout=60) == 0
+    assert child.log_tail() == [f"{config} --parent {os.getpid()}"]
+
+
 IGNORES_SIGTERM = """
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
