@@ -152,7 +152,7 @@ class RingWriter:
         number = self._number
         self._pos = end
         self._number = number + 1
-        self._buffer[pos + 8 : pos + size] = body
+        self._view[pos + 8 : pos + size] = body
         self._words[pos >> 3] = size | (number & 0xFFFF) << 16 | crc32(body, number) << 32
 
     def count(self, counter: Counter, amount: int = 1) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import signal
 import stat
@@ -478,38 +479,34 @@ def test_records_of_an_earlier_lap_never_pass_for_later_ones():
     assert (reader.missed, reader.torn) == (0, 0)
 
 
-class InterruptedBuffer(bytearray):
-    """A ring whose writer is interrupted when it has reserved a record and not yet stored it."""
-
-    on_store: Callable[[], None] | None = None
-
-    def __setitem__(self, key: object, value: object) -> None:
-        if self.on_store is not None:
-            interrupt, self.on_store = self.on_store, None
-            interrupt()
-        super().__setitem__(key, value)  # pyright: ignore[reportCallIssue, reportArgumentType] passes on what it got
-
-
+@pytest.mark.parametrize("unread", [0, 2])
 @pytest.mark.parametrize("laps", [0, 1, 3])
-def test_a_record_with_a_later_one_behind_it_is_on_its_way_not_torn(laps: int):
-    buffer = InterruptedBuffer(TINY.file_bytes)
-    writer = RingWriter(buffer, IDENTITY, TINY)
+def test_a_record_with_a_later_one_behind_it_is_on_its_way_not_torn(
+    laps: int, unread: int, monkeypatch: pytest.MonkeyPatch
+):
+    """A signal handler records while a record is reserved and not yet stored."""
+    writer, buffer = memory_ring()
     reader = RingReader.over(buffer)
     before = laps * TINY.blocks * MARKS_PER_TINY_BLOCK + 5
     for number in range(before):
         writer.append(bare_mark(number))
     reader.read()
     missed = reader.missed
+    for number in range(before, before + unread):
+        writer.append(bare_mark(number))
+    last = before + unread
     early: list[Record] = []
 
-    def interrupt() -> None:
-        writer.append(bare_mark(before + 1))
+    def interrupt(body: bytes, seed: int) -> int:
+        monkeypatch.setattr("pdtrace.ring.writer.crc32", crc32)
+        writer.append(bare_mark(last + 1))
         early.extend(reader.read())
+        return crc32(body, seed)
 
-    buffer.on_store = interrupt
-    writer.append(bare_mark(before))
-    assert early == []
-    assert times(reader.read()) == [before, before + 1]
+    monkeypatch.setattr("pdtrace.ring.writer.crc32", interrupt)
+    writer.append(bare_mark(last))
+    assert times(early) == list(range(before, last))
+    assert times(reader.read()) == [last, last + 1]
     assert (reader.missed, reader.torn) == (missed, 0)
 
 
@@ -992,6 +989,27 @@ def test_a_disk_that_fills_up_later_cannot_kill_the_writer(tmp_path: Path):
         writer.append(bare_mark(number))
     assert path.stat().st_blocks == taken  # three laps needed no more
     writer.close()
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EFAULT])
+def test_a_kernel_may_not_know_how_to_touch_pages_but_must_not_fail_to(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Mapping(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(mmap, "mmap", Mapping)
+    if code == errno.EFAULT:  # the first store would be a SIGBUS
+        with pytest.raises(RingCreateError, match="Bad address"):
+            create_ring(tmp_path, IDENTITY, TINY)
+        assert list(tmp_path.iterdir()) == []
+        return
+    writer, path = create_ring(tmp_path, IDENTITY, TINY)
+    writer.append(bare_mark(3))
+    writer.close()
+    with RingReader(path) as reader:
+        assert times(reader.read()) == [3]
 
 
 def test_an_identity_too_large_for_the_header_is_refused(tmp_path: Path):
