@@ -4,7 +4,7 @@ Three parts. Each has its variants interleaved in an order drawn anew for every 
 ratios are taken within it.
 
 loop    an engine-like step loop (`benchmarks.step_loop`) with 1k, 5k and 20k marks a second, and
-        with as many SDK spans
+        with as many SDK spans; marks come together in a step, and in other turns apart
 server  the real server and the default model at saturation: one server, whose recording is off, on,
         and on with OTLP export by turns (`benchmarks.switched_server`). A window is a batch of
         requests (`benchmarks.server_load`); a switch comes when none is in flight
@@ -16,6 +16,8 @@ those two differ by says nothing. Neighbours on the machine disturb elapsed time
 too, as the model waits for memory that they use as well; what Python does outside the model's
 forward passes, recording among it, they hardly disturb. The server's part says all three, and
 beside differences what recording's own calls took, timed one by one in windows of their own.
+The loop's `CPU time` is what a step takes of the recording thread's processor time beyond `off`, as
+a share of a step's length: neighbours who take the core do not lengthen it.
 
     python -m benchmarks.bench_overhead [--part loop|server|agent ...] [--rounds 5] [--blocks 30]
 """
@@ -52,6 +54,7 @@ VARIANTS: Mapping[str, Arm] = {
     "on": Arm.ON,
     "on, OTLP": Arm.EXPORT,
 }
+LOOP_KINDS = ("median", "mean", "p99", "cpu")
 LIMIT = 0.01
 """What recording may cost a server, of throughput and of the 99th percentile of token gaps."""
 _TIMED_EVERY = 3  # blocks
@@ -85,21 +88,25 @@ def _loop_at(
     ratios: dict[str, dict[str, list[float]]] = {}
 
     def compare(name: str, found: step_loop.Steps, base: step_loop.Steps) -> None:
-        kinds = ratios.setdefault(name, {"median": [], "mean": [], "p99": []})
+        kinds = ratios.setdefault(name, {kind: [] for kind in LOOP_KINDS})
         kinds["median"].append(found.median_s / base.median_s)
         kinds["mean"].append(found.mean_s / base.mean_s)
         kinds["p99"].append(found.p99_s / base.p99_s)
+        kinds["cpu"].append(1 + (found.cpu_s - base.cpu_s) / base.median_s)
 
-    def turn(variants: Sequence[str], length_s: float) -> Mapping[str, step_loop.Steps]:
+    def turn(
+        variants: Sequence[str], length_s: float, *, apart: bool = False
+    ) -> Mapping[str, step_loop.Steps]:
         return step_loop.run_turn(
-            variants, rate=rate, seconds=length_s, rounds=rounds, endpoint=endpoint
+            variants, rate=rate, seconds=length_s, rounds=rounds, endpoint=endpoint, apart=apart
         )
 
     for number in range(turns):
         _progress.print(f"loop: {rate} marks/s, round {number + 1} of {turns}")
-        mixed = turn(step_loop.MIXED, len(step_loop.MIXED) * seconds)
-        for name in step_loop.MIXED[1:]:
-            compare(name, mixed[name], mixed["off"])
+        for apart in in_random_order((False, True)):
+            mixed = turn(step_loop.MIXED, len(step_loop.MIXED) * seconds, apart=apart)
+            for name in step_loop.MIXED[1:]:
+                compare(f"{name}, apart" if apart else name, mixed[name], mixed["off"])
         beside = {
             variants: turn(variants, seconds)
             for variants in in_random_order((step_loop.OFF, step_loop.SDK))
@@ -107,7 +114,7 @@ def _loop_at(
         compare("SDK", beside[step_loop.SDK]["SDK"], beside[step_loop.OFF]["off"])
     return {
         name: {kind: spread(values) for kind, values in found.items()}
-        for name, found in ratios.items()
+        for name, found in sorted(ratios.items())
     }
 
 
@@ -344,13 +351,13 @@ def _percent(values: Spread) -> str:
 def _show(result: Mapping[str, Any], console: Console) -> None:
     if "loop" in result:
         table = Table(
-            "marks/s", "variant", "step, median", "step, mean", "step, p99", title="step loop"
+            *("marks/s", "variant", "step, median", "step, mean", "step, p99"),
+            "CPU time, of a step",
+            title="step loop",
         )
         for rate, variants in result["loop"].items():
             for name, found in variants.items():
-                table.add_row(
-                    rate, name, *(_percent(found[kind]) for kind in ("median", "mean", "p99"))
-                )
+                table.add_row(rate, name, *(_percent(found[kind]) for kind in LOOP_KINDS))
         console.print(table)
     if "server" in result:
         _show_server(result["server"], console)

@@ -2,7 +2,9 @@
 
 A step is about 0.6 ms of Python and a wait of 1 ms that holds no interpreter lock, as an engine
 that drives a GPU does. Marks with four attributes (or SDK spans with as many) are spread evenly
-over the steps to reach a rate.
+over the steps to reach a rate, and over the requests of a batch. Within a step they come together
+before the wait, as when a batch is planned, or apart, with Python in between: then each of them
+finds its code and data out of the caches, not the first one only.
 
 Recording has no thread of its own, so its steps are mixed with steps that record nothing, in random
 order within one process: both meet the same neighbours. They come in runs of `RUN`, since an engine
@@ -23,11 +25,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 
 PYTHON_S = 0.0006
 WAIT_S = 0.001
+BATCH = 32
 RUN = 20
 LEFT_OUT = 2  # of each run: they still feel the variant before
 MIXED = ("off", "off again", "recorder")
@@ -38,21 +42,23 @@ SDK = ("SDK",)
 @dataclass(frozen=True, slots=True)
 class Steps:
     """Seconds of one variant's steps in one turn: median, mean without the longest hundredth, 99th
-    percentile."""
+    percentile, and the processor time of the thread, mean."""
 
     median_s: float
     mean_s: float
     p99_s: float
+    cpu_s: float
 
     @classmethod
-    def of(cls, lengths: Sequence[float]) -> Steps:
-        """The numbers of these steps."""
+    def of(cls, lengths: Sequence[float], cpu_s: float) -> Steps:
+        """The numbers of these steps, which took `cpu_s` of processor time together."""
         ordered = sorted(lengths)
         most = ordered[: max(1, int(len(ordered) * 0.99))]
         return cls(
             median_s=statistics.median(ordered),
             mean_s=statistics.fmean(most),
             p99_s=ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))],
+            cpu_s=cpu_s / len(ordered),
         )
 
 
@@ -64,15 +70,23 @@ def calibrate() -> int:
 
 
 def run_turn(
-    variants: Sequence[str], *, rate: int, seconds: float, rounds: int, endpoint: str
+    variants: Sequence[str],
+    *,
+    rate: int,
+    seconds: float,
+    rounds: int,
+    endpoint: str,
+    apart: bool = False,
 ) -> Mapping[str, Steps]:
     """One turn in a fresh process, its steps drawn from `variants`.
 
     rounds    of the Python part, from `calibrate`: the same work in every process
+    apart     marks have Python between them
     endpoint  takes the SDK's OTLP over HTTP
     """
     command = [sys.executable, "-m", "benchmarks.step_loop", *variants]
     command += ["--rate", str(rate), "--seconds", str(seconds), "--rounds", str(rounds)]
+    command += ["--apart"] if apart else []
     finished = subprocess.run(
         [*command, "--endpoint", endpoint], check=True, capture_output=True, text=True
     )
@@ -94,41 +108,56 @@ def _spin(rounds: int) -> int:
 
 
 def _measure(
-    emits: Mapping[str, Callable[[], None]], *, rate: int, seconds: float, rounds: int
+    emits: Mapping[str, Callable[[], None]],
+    *,
+    rate: int,
+    seconds: float,
+    rounds: int,
+    apart: bool,
 ) -> dict[str, Steps]:
     per_step = rate * (PYTHON_S + WAIT_S)
     owed = dict.fromkeys(emits, 0.0)
     lengths: dict[str, list[float]] = {name: [] for name in emits}
+    cpu_s = dict.fromkeys(emits, 0.0)
     names = list(emits)
-    clock, sleep = time.perf_counter, time.sleep
+    clock, cpu_clock, sleep = time.perf_counter, time.thread_time, time.sleep
     end_s = clock() + seconds
     while clock() < end_s or not all(lengths.values()):
         name = random.choice(names)
         emit = emits[name]
         due = owed[name]
+        begin_cpu_s = 0.0
         for number in range(RUN):
             due += per_step
+            marks = int(due)
+            due -= marks
+            pieces = max(marks, 1) if apart else 1
+            if number == LEFT_OUT:
+                begin_cpu_s = cpu_clock()
             begin = clock()
-            _spin(rounds)
-            while due >= 1:
-                due -= 1
+            for _ in range(pieces - 1):
+                _spin(rounds // pieces)
+                emit()
+            _spin(rounds // pieces)
+            for _ in range(marks - pieces + 1):
                 emit()
             sleep(WAIT_S)
             if number >= LEFT_OUT:
                 lengths[name].append(clock() - begin)
+        cpu_s[name] += cpu_clock() - begin_cpu_s
         owed[name] = due
-    return {name: Steps.of(found) for name, found in lengths.items()}
+    return {name: Steps.of(found, cpu_s[name]) for name, found in lengths.items()}
 
 
 def _recorder_emit(directory: Path) -> Callable[[], None]:
     from pdtrace import Mark, Recorder, RequestContext, Role
 
     recorder = Recorder.open(directory, role=Role.TRANSFER, instance="bench", budget=None)
-    trace = recorder.begin(RequestContext.create())
-    mark, values = trace.mark, (3, 18, 829_440, 2)
+    batch = cycle([recorder.begin(RequestContext.create()) for _ in range(BATCH)])
+    values = (3, 18, 829_440, 2)
 
     def emit() -> None:
-        mark(Mark.COPY_QUEUED, *values)
+        next(batch).mark(Mark.COPY_QUEUED, *values)
 
     return emit
 
@@ -161,6 +190,7 @@ def main() -> int:
     parser.add_argument("--rate", type=int, required=True, help="marks or spans per second")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=0, help="of the Python part; 0: calibrate")
+    parser.add_argument("--apart", action="store_true", help="marks have Python between them")
     parser.add_argument("--endpoint", default="http://127.0.0.1:4318")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pdtrace-bench-") as folder:
@@ -175,12 +205,9 @@ def main() -> int:
             rate=given.rate,
             seconds=given.seconds,
             rounds=given.rounds or calibrate(),
+            apart=given.apart,
         )
-    numbers = {
-        name: {"median_s": found.median_s, "mean_s": found.mean_s, "p99_s": found.p99_s}
-        for name, found in steps.items()
-    }
-    print(json.dumps(numbers), flush=True)
+    print(json.dumps({name: asdict(found) for name, found in steps.items()}), flush=True)
     return 0
 
 

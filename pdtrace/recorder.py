@@ -367,7 +367,7 @@ class Recorder:
             context,
             key,
             opened_ns,
-            append=self._refuse if ring is None else ring.append,
+            append=self._refuse if ring is None else self._append,
             kinds=self._kinds,
             shedding=self._shedding,
         )
@@ -526,6 +526,7 @@ class Recorder:
         ring, self.path = self._make_ring()
         ring.on_block = self._on_block
         self._ring = ring
+        self._append = ring.append  # one for all traces: fewer objects to find in the caches
         self.clock_id = ring.identity.clock_id
         self._shedding.attach(ring, self.clock.monotonic_ns())
         return ring

@@ -229,19 +229,43 @@ def _bare_encoder(kind: int, on_shed: Callable[[], None]) -> Encode:
 
 
 def _numeric_encoder(mark: Mark, types: tuple[AttrType, ...], checked: Encode) -> Encode:
-    """Fast path for marks whose attributes are all numbers and all given."""
+    """Fast path for marks whose attributes are all numbers and all given; what is absent or of a
+    wrong type is sorted out by `checked`.
+
+    The usual numbers of values are spelled out: a call with `*values` first makes a list of all its
+    arguments, which takes as long as packing them.
+    """
     pack = _mark_struct(types).pack
-    kind, count, full = int(mark), len(types), (1 << len(types)) - 1
+    kind, full = int(mark), (1 << len(types)) - 1
 
-    def encode(attempt: int, key: int, t_ns: int, values: tuple[Value, ...]) -> bytes:
-        if len(values) == count:
-            try:
-                return pack(kind, full, attempt, key, t_ns, *values)
-            except struct.error:
-                pass  # absent or of a wrong type: the checked encoder sorts it out
-        return checked(attempt, key, t_ns, values)
+    def one(attempt: int, key: int, t_ns: int, values: tuple[Value, ...]) -> bytes:
+        try:
+            (a,) = values
+            return pack(kind, full, attempt, key, t_ns, a)
+        except (struct.error, ValueError):
+            return checked(attempt, key, t_ns, values)
 
-    return encode
+    def two(attempt: int, key: int, t_ns: int, values: tuple[Value, ...]) -> bytes:
+        try:
+            a, b = values
+            return pack(kind, full, attempt, key, t_ns, a, b)
+        except (struct.error, ValueError):
+            return checked(attempt, key, t_ns, values)
+
+    def four(attempt: int, key: int, t_ns: int, values: tuple[Value, ...]) -> bytes:
+        try:
+            a, b, c, d = values
+            return pack(kind, full, attempt, key, t_ns, a, b, c, d)
+        except (struct.error, ValueError):
+            return checked(attempt, key, t_ns, values)
+
+    def any_number(attempt: int, key: int, t_ns: int, values: tuple[Value, ...]) -> bytes:
+        try:
+            return pack(kind, full, attempt, key, t_ns, *values)
+        except struct.error:
+            return checked(attempt, key, t_ns, values)
+
+    return {1: one, 2: two, 4: four}.get(len(types), any_number)
 
 
 def _checked_encoder(

@@ -7,6 +7,7 @@ own, which a forked child closes.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -21,6 +22,7 @@ from pdtrace.ring.writer import RingWriter
 
 _UNSAFE = re.compile(r"^\.+|[^A-Za-z0-9._-]+")  # no hidden files, no folders
 _MAX_NAME_CHARS = 100
+_MADV_POPULATE_WRITE = 23  # of Linux; not in the mmap module
 
 
 def scan_rings(directory: str | Path) -> list[Path]:
@@ -102,12 +104,24 @@ def _fill(
     lock = _WriterLock(draft)
     try:
         buffer = mmap.mmap(fd, capacity.file_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        _touch(buffer)
         writer = RingWriter(buffer, identity, capacity, release_storage=lock.release)
         draft.rename(path)
     except BaseException:
         lock.release()
         raise
     return writer
+
+
+def _touch(buffer: mmap.mmap) -> None:
+    """Let the kernel make every page writable, which MAP_POPULATE does not do for a file on disk:
+    else the first record in each page waits for it."""
+    try:
+        buffer.madvise(_MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno == errno.EFAULT:  # a store there would be a SIGBUS
+            raise
+        # Linux before 5.14 does not know it: records wait, then.
 
 
 class _WriterLock:

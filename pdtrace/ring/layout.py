@@ -17,8 +17,9 @@
 
 Integers are little-endian. A block's sequence is 0 while it is being recycled and otherwise 1 + its
 index since the ring was made, so a reader that sees the same sequence before and after a copy has
-an intact copy. A record's first 8 bytes are stored last, in one aligned store: a zero word means
-"not written yet". The checksum (CRC-32, seeded with the first word) also covers size and number.
+an intact copy. A record's first 8 bytes are stored last, in one aligned store; until then there is
+still what was there before: zero, or a record of an earlier lap. The checksum (CRC-32, seeded with
+the low 32 bits of the record's number, of which the first word has 16) tells them apart.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pdtrace.clock import ClockAnchor
 from pdtrace.stages import Role
 
 MAGIC = b"PDTRING\n"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 # magic, format version, header bytes, block bytes, blocks, identity bytes, identity checksum
 FIXED_HEADER = struct.Struct("<8sIIIIII")

@@ -215,7 +215,7 @@ class RingReader:
         next_sequence, next_number = self._block_header(sequence)
         complete = next_sequence == sequence + 1
         start = self._start(self._block) + self._offset
-        if not (complete or final) and not any(self._exactly(start, RECORD_HEADER.size)):
+        if not (complete or final) and not self._has_more(start):
             return False
         data = self._exactly(start, self._block_bytes - self._offset)
         if self._block_header(self._block)[0] != sequence:
@@ -228,6 +228,13 @@ class RingReader:
         self._offset = BLOCK_HEADER.size
         self._number = next_number
         return True
+
+    def _has_more(self, start: int) -> bool:
+        """Whether the block in writing seems to hold the next record, at byte `start`."""
+        if self._offset > self._block_bytes - _MIN_RECORD_BYTES:
+            return False
+        low, _ = RECORD_HEADER.unpack(self._exactly(start, RECORD_HEADER.size))
+        return low >> 16 == self._number & 0xFFFF
 
     def _resync(self, records: list[Record]) -> bool:
         """Go to the oldest intact block; False when there is nothing ahead."""
@@ -280,7 +287,7 @@ class RingReader:
             if (
                 low >> 16 != number & 0xFFFF
                 or size < _MIN_RECORD_BYTES
-                or crc32(body, low) != checksum
+                or crc32(body, number) != checksum
             ):
                 found = self._next_intact(data, pos, number, complete)
                 if found is None:
@@ -307,15 +314,16 @@ class RingReader:
     ) -> tuple[int, int] | None:
         """Position of the next intact record after the bad one at `pos`, and how many were lost.
 
-        In a block still being written, a record that cannot be read may be on its way: only one
-        with its intact successor right behind it counts as damaged.
+        In a block still being written, a record that cannot be read may be on its way, and what is
+        there may be left from the lap before: only one that has its number, and its intact
+        successor right behind it, counts as damaged.
         """
         low, _ = RECORD_HEADER.unpack_from(data, pos)
         stop = len(data) - _MIN_RECORD_BYTES + 1
         most_lost = 0xFFFF
         if complete:
             candidates = range(pos + 8, stop, 8)
-        elif low:
+        elif low >> 16 == number & 0xFFFF:
             after = pos + ((low & 0xFFFF) + 7 & -8)
             candidates = range(after, min(after + 1, stop))
             most_lost = 1
@@ -328,7 +336,7 @@ class RingReader:
             if (
                 size >= _MIN_RECORD_BYTES
                 and 0 < lost <= min(most_lost, (candidate - pos) // _MIN_RECORD_BYTES)
-                and crc32(data[candidate + 8 : candidate + size], low) == checksum
+                and crc32(data[candidate + 8 : candidate + size], number + lost) == checksum
             ):
                 return candidate, lost
         return None

@@ -58,7 +58,6 @@ class RingWriter:
         "_turning",
         "_view",
         "_words",
-        "_zeros",
         "block",
         "blocks",
         "gauges",
@@ -110,7 +109,6 @@ class RingWriter:
         self.block = -1  # index of the block in writing, counted since the ring was made
         self.on_block: Callable[[], None] | None = None  # called when a block begins
         self._block_bytes = capacity.block_bytes
-        self._zeros = bytes(capacity.block_bytes - 8)
         self._closed = False
         self._owner: int | None = None
         self._turning = False
@@ -154,9 +152,8 @@ class RingWriter:
         number = self._number
         self._pos = end
         self._number = number + 1
-        self._buffer[pos + 8 : pos + size] = body
-        low = size | (number & 0xFFFF) << 16
-        self._words[pos >> 3] = low | crc32(body, low) << 32
+        self._view[pos + 8 : pos + size] = body
+        self._words[pos >> 3] = size | (number & 0xFFFF) << 16 | crc32(body, number) << 32
 
     def count(self, counter: Counter, amount: int = 1) -> None:
         """Add to a header counter; does nothing once closed."""
@@ -221,7 +218,6 @@ class RingWriter:
         start = HEADER_BYTES + block % self.blocks * self._block_bytes
         first = start >> 3
         self._words[first] = 0  # readers of the old block give up from here on
-        self._buffer[start + 8 : start + self._block_bytes] = self._zeros
         self._words[first + 1] = self._number
         self._words[first + 2] = block_checksum(block + 1, self._number)
         self._words[first] = block + 1

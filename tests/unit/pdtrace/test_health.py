@@ -129,7 +129,7 @@ def test_unreadable_rings_are_named_with_the_reason(tmp_path: Path) -> None:
     lines = broken(check_recording(recording(), [read_health(tmp_path)]))["rings"]
     assert len(lines) == 2
     assert "x.ring is not a pdtrace ring" in lines[0]
-    assert "y.ring has ring format 9, this pdtrace reads format 1" in lines[1]
+    assert "y.ring has ring format 9, this pdtrace reads format 2" in lines[1]
 
 
 def test_ring_that_goes_away_while_rings_are_read_is_no_unreadable_one(tmp_path: Path) -> None:

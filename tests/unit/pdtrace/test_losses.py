@@ -89,7 +89,7 @@ def test_how_a_writer_ended_and_what_it_had_open_is_said_once() -> None:
 
 def test_unreadable_ring_has_its_reason_until_it_can_be_read() -> None:
     book = LossBook()
-    book.unreadable("a.ring", "a.ring has ring format 9, this pdtrace reads format 1")
+    book.unreadable("a.ring", "a.ring has ring format 9, this pdtrace reads format 2")
     assert book.is_unreadable("a.ring")
     assert book.losses().by_instance() == {}, "nobody knows whose it is"
     assert "format 9" in book.losses().sentences()[0]

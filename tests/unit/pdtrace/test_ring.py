@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import signal
 import stat
@@ -42,6 +43,7 @@ from pdtrace.ring.layout import (
     Counter,
     RingCapacity,
     RingIdentity,
+    block_checksum,
 )
 from pdtrace.ring.reader import RingPosition, RingReader, WriterState
 from pdtrace.ring.records import (
@@ -440,32 +442,22 @@ def test_a_block_recycled_while_it_is_copied_is_missed_not_torn(lapped: int):
     assert (reader.missed, reader.torn) == (written - len(got), 0)
 
 
-class TurningBuffer(bytearray):
-    """Lets a reader look while the writer is wiping a block."""
-
-    on_wipe: Callable[[], None] | None = None
-
-    def __setitem__(self, key: object, value: object) -> None:
-        super().__setitem__(key, value)  # pyright: ignore[reportCallIssue, reportArgumentType] passes on what it got
-        if self.on_wipe is not None and isinstance(value, bytes) and len(value) > 4000:
-            self.on_wipe()
-
-
-def test_a_block_being_wiped_is_missed_not_torn():
-    buffer = TurningBuffer(TINY.file_bytes)
-    writer = RingWriter(buffer, IDENTITY, TINY)
+def test_a_block_being_recycled_is_missed_not_torn(monkeypatch: pytest.MonkeyPatch):
+    """A reader looks while the writer is between taking the old header away and its new one."""
+    writer, buffer = memory_ring()
     reader = RingReader.over(buffer)
     for number in range(4 * MARKS_PER_TINY_BLOCK):
         writer.append(bare_mark(number))
     got: list[int] = []
     notes: list[Record] = []
 
-    def read() -> None:
+    def read(sequence: int, number: int) -> int:
         note, *records = reader.read(losses=True)
         notes.append(note)
         got.extend(times(records))
+        return block_checksum(sequence, number)
 
-    buffer.on_wipe = read
+    monkeypatch.setattr("pdtrace.ring.writer.block_checksum", read)
     writer.append(bare_mark(4 * MARKS_PER_TINY_BLOCK))
     assert notes == [LossRecord(count=MARKS_PER_TINY_BLOCK, overwritten=True)]
     assert got == list(range(MARKS_PER_TINY_BLOCK, 4 * MARKS_PER_TINY_BLOCK))
@@ -483,6 +475,52 @@ def test_records_of_an_earlier_lap_never_pass_for_later_ones():
         if number % 1024 == 99:
             seen += times(reader.read())
     assert seen == list(range(65_536 + 100))
+    assert reader.read(final=True) == []  # also when its writer was killed here
+    assert (reader.missed, reader.torn) == (0, 0)
+
+
+@pytest.mark.parametrize("unread", [0, 2])
+@pytest.mark.parametrize("laps", [0, 1, 3])
+def test_a_record_with_a_later_one_behind_it_is_on_its_way_not_torn(
+    laps: int, unread: int, monkeypatch: pytest.MonkeyPatch
+):
+    """A signal handler records while a record is reserved and not yet stored."""
+    writer, buffer = memory_ring()
+    reader = RingReader.over(buffer)
+    before = laps * TINY.blocks * MARKS_PER_TINY_BLOCK + 5
+    for number in range(before):
+        writer.append(bare_mark(number))
+    reader.read()
+    missed = reader.missed
+    for number in range(before, before + unread):
+        writer.append(bare_mark(number))
+    last = before + unread
+    early: list[Record] = []
+
+    def interrupt(body: bytes, seed: int) -> int:
+        monkeypatch.setattr("pdtrace.ring.writer.crc32", crc32)
+        writer.append(bare_mark(last + 1))
+        early.extend(reader.read())
+        return crc32(body, seed)
+
+    monkeypatch.setattr("pdtrace.ring.writer.crc32", interrupt)
+    writer.append(bare_mark(last))
+    assert times(early) == list(range(before, last))
+    assert times(reader.read()) == [last, last + 1]
+    assert (reader.missed, reader.torn) == (missed, 0)
+
+
+def test_a_reader_waits_at_the_end_of_a_block_without_a_byte_to_spare():
+    writer, buffer = memory_ring()
+    reader = RingReader.over(buffer)
+    room = TINY.block_bytes - BLOCK_HEADER.size
+    for number in range(TINY.blocks):
+        writer.append(bare_mark(number) + bytes(room - 32))
+    assert writer.block_room == 0
+    assert times(reader.read()) == list(range(TINY.blocks))
+    assert reader.read() == []  # behind it the file ends
+    writer.append(bare_mark(TINY.blocks))
+    assert times(reader.read()) == [TINY.blocks]
     assert (reader.missed, reader.torn) == (0, 0)
 
 
@@ -688,7 +726,7 @@ def test_final_read_looks_behind_a_record_that_its_writer_left_half_written():
 def test_another_format_version_is_named_in_the_error():
     data = bytearray(_RING)
     data[8:12] = (99).to_bytes(4, "little")
-    with pytest.raises(RingVersionError, match="ring format 99, this pdtrace reads format 1"):
+    with pytest.raises(RingVersionError, match="ring format 99, this pdtrace reads format 2"):
         RingReader.over(data)
 
 
@@ -954,6 +992,27 @@ def test_a_disk_that_fills_up_later_cannot_kill_the_writer(tmp_path: Path):
     writer.close()
 
 
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EFAULT])
+def test_a_kernel_may_not_know_how_to_touch_pages_but_must_not_fail_to(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Mapping(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(mmap, "mmap", Mapping)
+    if code == errno.EFAULT:  # the first store would be a SIGBUS
+        with pytest.raises(RingCreateError, match="Bad address"):
+            create_ring(tmp_path, IDENTITY, TINY)
+        assert list(tmp_path.iterdir()) == []
+        return
+    writer, path = create_ring(tmp_path, IDENTITY, TINY)
+    writer.append(bare_mark(3))
+    writer.close()
+    with RingReader(path) as reader:
+        assert times(reader.read()) == [3]
+
+
 def test_an_identity_too_large_for_the_header_is_refused(tmp_path: Path):
     identity = msgspec.structs.replace(IDENTITY, resource={"k": "v" * 20_000})
     with pytest.raises(RingCreateError, match="set fewer or shorter ones"):
@@ -1119,4 +1178,4 @@ def test_a_signal_handler_may_record_in_the_middle_of_a_record():
 
 
 def test_the_fixed_header_is_where_older_readers_look():
-    assert FIXED_HEADER.unpack_from(_RING)[:5] == (b"PDTRING\n", 1, HEADER_BYTES, 4096, 4)
+    assert FIXED_HEADER.unpack_from(_RING)[:5] == (b"PDTRING\n", 2, HEADER_BYTES, 4096, 4)
