@@ -14,7 +14,8 @@ from pdtrace import semconv as a
 from pdtrace.analysis.timeline import Timeline, build_timeline
 from pdtrace.assembly.collected import AttemptIds, CollectedRequest, Leg
 from pdtrace.assembly.evidence import derived_span_id, span_id_base, span_id_salt
-from pdtrace.assembly.request_spans import MAX_WAIT_EVENTS, assemble
+from pdtrace.assembly.request_spans import assemble
+from pdtrace.assembly.wait_marks import MAX_WAIT_EVENTS
 from pdtrace.clock import ClockAnchor
 from pdtrace.ring.records import MarkRecord, Value
 from pdtrace.semconv import AttrType
