@@ -25,6 +25,7 @@ from pdtrace.agent.summary import AgentSummary
 from pdtrace.agent.tails import DEFAULT_KEEP_RINGS, RingState, RingTails
 from pdtrace.analysis.recent import recent_requests
 from pdtrace.assembly.collected import CollectedRequest, Process, Stuck
+from pdtrace.assembly.orderly import OrderlySpans
 from pdtrace.assembly.request_spans import assemble_lazily
 from pdtrace.assembly.steps import StepPolicy, StepWatch, is_step, step_delivery
 from pdtrace.assembly.tracker import DEFAULT_GRACE_NS, DEFAULT_MAX_OPEN, RequestTracker
@@ -470,6 +471,8 @@ class Agent:
             self._summary.incomplete += a.INCOMPLETE.key in spans[0].attributes
             if metrics is not None:
                 metrics.request(request, spans)
+            if isinstance(spans, OrderlySpans):
+                spans.forget()  # those that wait for an exporter need little memory without
 
     def _judged(self, request: CollectedRequest, spans: Sequence[Span]) -> Sequence[Span]:
         root = spans[0]

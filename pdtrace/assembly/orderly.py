@@ -128,6 +128,10 @@ class OrderlySpans(Sequence[Span], SelfEncoding):
             self._root = self._make_root()
         return self._root
 
+    def forget(self) -> None:
+        """Lets go of the spans that were made; they are made again for who asks."""
+        self._all = None
+
     @property
     def num_parts(self) -> int:
         """Spans with their events and links."""
@@ -173,7 +177,7 @@ class OrderlySpans(Sequence[Span], SelfEncoding):
             or any(values[place] for place in _ENDED_BY_AT)
             or not self.received_ns <= self.decoded_ns <= self.completed_ns
             or self.decoded_ns < times[plan.first[Mark.ADMITTED]]
-            or min(times) + self.wall_offset_ns <= 0
+            or not 0 < min(times) + self.wall_offset_ns <= max(times) + self.wall_offset_ns < 2**63
         ):
             raise OutOfOrderError
 
@@ -254,10 +258,12 @@ class OrderlySpans(Sequence[Span], SelfEncoding):
     # -- spans -------------------------------------------------------------------------------
 
     def _made(self) -> list[Span]:
-        if self._all is None:
+        made = self._all
+        if made is None:
             stages = self._make_stages()
-            self._all = [self.root, self.make_attempt(), *[stages[at] for at in self.order]]
-        return self._all
+            made = [self.root, self.make_attempt(), *[stages[at] for at in self.order]]
+            self._all = made
+        return made
 
     def _make_stages(self) -> list[Span]:
         """The spans of stages, by place."""

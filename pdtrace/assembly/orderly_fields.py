@@ -36,7 +36,8 @@ _pack_own = struct.Struct("<H8sH8sBQBQ").pack
 _ID, _PARENT, _START, _END = 0x0812, 0x0822, 0x39, 0x41
 _OWN_BYTES = 38
 
-_SIZED = [b"\x12" + varint(size) for size in range(1 << 14)]
+_MAX_HEADS = 4_096
+_HEADS = [b"\x12" + varint(size) for size in range(_MAX_HEADS)]
 """What stands before a span, by its size."""
 
 
@@ -111,19 +112,10 @@ def add_orderly_fields(spans: OrderlySpans, parts_of: Callable[[Resource], list[
         parts = legs[leg]
         if parts is None:  # not before: resources come in the order of their first spans
             parts = legs[leg] = parts_of(resources[leg])
-        size += common_size
-        if told or at in more:
-            further = _further(spans, told, more.get(at))
-            size += len(further)
-            parts += (
-                _SIZED[size] if size < 1 << 14 else b"\x12" + varint(size),
-                *(common, own, before_begin, times[begin], before_end, times[end], further),
-            )
-        else:
-            parts += (
-                _SIZED[size],
-                *(common, own, before_begin, times[begin], before_end, times[end]),
-            )
+        further = _further(spans, told, more.get(at)) if told or at in more else b""
+        size += common_size + len(further)
+        head = _HEADS[size] if size < _MAX_HEADS else b"\x12" + varint(size)
+        parts += (head, common, own, before_begin, times[begin], before_end, times[end], further)
     return True
 
 

@@ -2,8 +2,8 @@
 
 A shape is who recorded which marks in which order, and how the answer was sent. Owns which marks
 begin and end each span of a request in which everything went in order, whose attributes stand where
-and what is parent of what: the rules of `pdtrace.assembly` for such requests, as a table. Pure:
-knows no times and no values; `pdtrace.assembly.orderly` fills them in.
+and what is parent of what: the rules of `pdtrace.assembly.request_spans` for such requests, as a
+table. Pure: knows no times and no values; `pdtrace.assembly.orderly` fills them in.
 """
 
 from __future__ import annotations
