@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from typing import overload
 
 from pdtrace import semconv as a
@@ -51,7 +52,9 @@ _WORKERS_AT = tuple(
 _STAGE, _STAGE_KIND = a.STAGE.key, a.STAGE_KIND.key
 _BEGIN, _END = a.BEGIN_NS.key, a.END_NS.key
 _COMPLETED = Outcome.COMPLETED.value
-_TOKENIZED = Mark.TOKENIZED
+_TOKENIZED, _WAITING = Mark.TOKENIZED, Mark.WAITING
+_WAITING_BYTE = bytes((Mark.WAITING,))
+_by_time = attrgetter("t_ns")
 
 
 NO_MORE = More()
@@ -61,7 +64,7 @@ class OrderlySpans(Sequence[Span], SelfEncoding):
     """The spans of one request, root first, then its attempt, then stages by begin.
 
     plan           of its shape
-    records        the marks by their numbers in the plan, and `times` theirs
+    records        the marks but for waits, by their numbers in the plan, and `times` theirs
     walls          the same in Unix time, whole microseconds
     resources      of the legs
     identity       attributes that all spans share
@@ -76,7 +79,8 @@ class OrderlySpans(Sequence[Span], SelfEncoding):
     ) -> None:
         """Raises OutOfOrderError for times or values that do not allow for the plan."""
         self.plan = plan
-        self.records = records = [record for leg in legs for record in leg.marks]
+        marks = [record for leg in legs for record in leg.marks]
+        self.records = records = [record for record in marks if record.mark is not _WAITING]
         self.times = times = [record.t_ns for record in records]
         self.resources = [leg.process.resource for leg in legs]
         self.trace_id, self.trace_state = request.trace_id, request.trace_state
@@ -99,7 +103,8 @@ class OrderlySpans(Sequence[Span], SelfEncoding):
         self._check_end()
         self._check_pairs()
         self.shown_ends = self._shown_ends()
-        self.more = self._more(request, legs)
+        waits = [record for record in marks if record.mark is _WAITING]
+        self.more = self._more(request, legs, sorted(waits, key=_by_time))
         self.id_base = span_id_base(self.root_id, self.attempt_id)
         begins = [times[begin] for _, _, begin, _ in plan.extents]
         self.order = sorted(range(len(begins)), key=begins.__getitem__)
@@ -219,13 +224,14 @@ class OrderlySpans(Sequence[Span], SelfEncoding):
 
     # -- waits and forward passes ------------------------------------------------------------
 
-    def _more(self, request: CollectedRequest, legs: Sequence[Leg]) -> Mapping[int, More]:
+    def _more(
+        self, request: CollectedRequest, legs: Sequence[Leg], waits: Iterable[MarkRecord]
+    ) -> Mapping[int, More]:
         more: dict[int, More] = {}
-        waits: dict[int, list[MarkRecord]] = {}
-        for number in sorted(self.plan.waits, key=self.times.__getitem__):
-            record = self.records[number]
-            waits.setdefault(self._waiting(record).at, []).append(record)
-        for at, told in waits.items():
+        by_stage: dict[int, list[MarkRecord]] = {}
+        for record in waits:
+            by_stage.setdefault(self._waiting(record).at, []).append(record)
+        for at, told in by_stage.items():
             _, _, begin, end = self.plan.extents[at]
             events, attributes = tell_waits(
                 told, self.times[begin], self.times[end], self.wall_offset_ns
@@ -387,11 +393,10 @@ class _Shapes:
         self._seen: set[object] = set()
 
     def plan(self, legs: Sequence[Leg], mode: Mode, *, streams: bool) -> RequestPlan | None:
-        key = (
-            mode,
-            streams,
-            *[(leg.process.role, bytes([record.mark for record in leg.marks])) for leg in legs],
-        )
+        recorded = [bytes([record.mark for record in leg.marks]) for leg in legs]
+        if any(_WAITING_BYTE in marks for marks in recorded):
+            recorded = [marks.replace(_WAITING_BYTE, b"") for marks in recorded]
+        key = (mode, streams, *recorded, *[leg.process.role for leg in legs])
         try:
             return self._plans[key]
         except KeyError:
@@ -402,7 +407,10 @@ class _Shapes:
                 self._plans.clear()
             self._seen.add(key)
             return None
-        shape = [(leg.process.role, [record.mark for record in leg.marks]) for leg in legs]
+        shape = [
+            (leg.process.role, [Mark(number) for number in marks])
+            for leg, marks in zip(legs, recorded, strict=True)
+        ]
         plan = self._plans[key] = plan_request(shape, mode, streams=streams)
         return plan
 

@@ -1,9 +1,9 @@
 """What the spans of requests of one shape have in common, worked out once for each shape.
 
-A shape is who recorded which marks in which order, and how the answer was sent. Owns which marks
-begin and end each span of a request in which everything went in order, whose attributes stand where
-and what is parent of what: the rules of `pdtrace.assembly.request_spans` for such requests, as a
-table. Pure: knows no times and no values; `pdtrace.assembly.orderly` fills them in.
+A shape is who recorded which marks in which order, waits aside, and how the answer was sent. Owns
+which marks begin and end each span of a request in which everything went in order, whose attributes
+stand where and what is parent of what: the rules of `pdtrace.assembly.request_spans` for such
+requests, as a table. Pure: knows no times and no values; `pdtrace.assembly.orderly` fills them in.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ CHUNK_AT: Mapping[Mark, int] = {
 
 _IN_EVERY_ATTEMPT = (Mark.RECEIVED, Mark.TOKENIZED, Mark.ADMITTED, Mark.DECODE_FINISHED)
 _STEPS_OF = {"prefill.compute": StepKind.PREFILL, "decode.generate": StepKind.DECODE}
-_UNPLANNED = frozenset({Mark.ABORTED, Mark.TOKEN_GAP})
-"""Repeatable marks without a chunk's number: what they mean depends on more than their order."""
 
 
 class Told(NamedTuple):
@@ -103,7 +101,6 @@ class RequestPlan:
     by_stage  the same by stage
     stepped   those of them that consist of forward passes
     on_root   records that tell of the whole request
-    waits     records that say what a stage waited for
     paired    begins and ends of a repeated stage, which pair in this order if the times of the
               begins never fall and the numbers of the chunks are equal
     homeless  what stands on the attempt, as its stage has no span
@@ -117,13 +114,13 @@ class RequestPlan:
     by_stage: Mapping[str, tuple[SpanPlan, ...]]
     stepped: tuple[SpanPlan, ...]
     on_root: tuple[int, ...]
-    waits: tuple[int, ...]
     paired: tuple[Pairs, ...]
     homeless: tuple[Told, ...]
 
 
 Shape = Sequence[tuple[Role, Sequence[Mark]]]
-"""Of each leg that recorded something, its role and its marks in the order recorded."""
+"""Of each leg that recorded something, its role and its marks in the order recorded; without waits,
+which come in any number and at any time."""
 
 
 def plan_request(shape: Shape, mode: Mode, *, streams: bool) -> RequestPlan | None:
@@ -180,8 +177,7 @@ class _Planning:
             and not marks.is_twice
             and Mark.COMPLETED in marks.first
             and all(mark in marks.first for mark in _IN_EVERY_ATTEMPT)
-            and _UNPLANNED.isdisjoint(marks.repeated)
-            and all(mark is Mark.WAITING or mark in CHUNK_AT for mark in marks.repeated)
+            and all(mark in CHUNK_AT for mark in marks.repeated)
             and not any(self._lacks_end(plan) for plan in SIDE_PLANS[self.mode])
             and not any(self._is_missing(plan) for plan in CHAIN_PLANS[self.mode])
         )
@@ -209,7 +205,6 @@ class _Planning:
                 self._plan_repeated(plan)
             else:
                 self._plan_once(plan)
-        waits = tuple(self.marks.repeated.get(Mark.WAITING, ()))
         homeless = self._told(self._homeless())
         if any(told.others for told in homeless):
             return None  # which of them says it depends on their times
@@ -222,7 +217,6 @@ class _Planning:
             by_stage=self.by_stage,
             stepped=tuple(span for span in self.spans if span.steps is not None),
             on_root=tuple(n for mark, n in self.marks.first.items() if mark in ROOT_KEYS),
-            waits=waits,
             paired=tuple(self.paired),
             homeless=homeless,
         )
