@@ -56,7 +56,6 @@ _TOKENIZED, _WAITING = Mark.TOKENIZED, Mark.WAITING
 _WAITING_BYTE = bytes((Mark.WAITING,))
 _by_time = attrgetter("t_ns")
 
-
 NO_MORE = More()
 
 
@@ -95,6 +94,8 @@ class OrderlySpans(Sequence[Span], SelfEncoding):
             self.identity[a.HANDOFF_ID.key] = ids.handoff_id
         anchor = legs[plan.gateway].process.anchor
         self.wall_offset_ns = anchor.wall_ns - anchor.monotonic_ns
+        if any(len(records[number].values) < count for number, count in plan.valued):
+            raise OutOfOrderError  # a writer that did not know all of them
         self.received_ns = times[plan.first[Mark.RECEIVED]]
         self.decoded_ns = times[plan.first[Mark.DECODE_FINISHED]]
         self.completed_ns = times[plan.first[Mark.COMPLETED]]
@@ -437,7 +438,7 @@ def spans_in_order(request: CollectedRequest) -> OrderlySpans | None:
         streams = tokenized.values[_STREAM_AT] is not False
         plan = _shapes.plan(legs, mode, streams=streams)
         return None if plan is None else OrderlySpans(request, legs, plan, ids)
-    except (OutOfOrderError, IndexError):  # or a value that its writer did not know
+    except (OutOfOrderError, IndexError):  # or a value that the writer of a mark did not know
         return None
 
 

@@ -96,6 +96,7 @@ class RequestPlan:
 
     gateway   number of its leg
     first     record by mark, for the marks that occur once
+    valued    records that carry values, and how many
     spans     of stages, by their place; an outer one comes before what is nested in it
     extents   of the same: place, whether it is in the chain, its begin and end
     by_stage  the same by stage
@@ -109,6 +110,7 @@ class RequestPlan:
     mode: Mode
     gateway: int
     first: Mapping[Mark, int]
+    valued: tuple[tuple[int, int], ...]
     spans: tuple[SpanPlan, ...]
     extents: tuple[tuple[int, bool, int, int], ...]
     by_stage: Mapping[str, tuple[SpanPlan, ...]]
@@ -212,6 +214,11 @@ class _Planning:
             mode=self.mode,
             gateway=self.roles.index(Role.GATEWAY),
             first=self.marks.first,
+            valued=tuple(
+                (number, len(MARKS[mark].attrs))
+                for number, mark in enumerate(self.mark_of)
+                if MARKS[mark].attrs
+            ),
             spans=tuple(self.spans),
             extents=tuple((s.at, s.in_chain, s.begin, s.end) for s in self.spans),
             by_stage=self.by_stage,

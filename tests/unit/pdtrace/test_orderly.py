@@ -140,7 +140,7 @@ def test_requests_that_went_through_rings_and_tracker_are_the_same() -> None:
     assert taken > 100  # else this compares assembly with itself
 
 
-CHANGES = ["drop", "twice", "attempt", "late", "move", "swap"]
+CHANGES = ["drop", "twice", "attempt", "short", "move", "swap"]
 VALUES: st.SearchStrategy[Value] = st.one_of(
     st.none(),
     st.integers(-3, 2_000),
@@ -164,6 +164,8 @@ def changed(record: MarkRecord, change: str | tuple[int, Value], shift: int) -> 
             return []
         case "twice":
             return [record, replace(record, t_ns=record.t_ns + shift)]
+        case "short":
+            return [replace(record, values=record.values[:1])]
         case "attempt":
             return [replace(record, attempt=2)]
         case _:
