@@ -7,9 +7,11 @@ Meaning lives in `pdtrace.stages`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
+from typing import overload
 
 import msgspec
 
@@ -89,6 +91,32 @@ class Span(msgspec.Struct, frozen=True, gc=False):
     status: StatusCode = StatusCode.UNSET
     status_message: str = ""
     trace_state: str = ""
+
+
+class SpanBatch(Sequence[Span]):
+    """The spans of several requests, one request after the other.
+
+    requests  the spans of each, for who need not see them one by one: some are made when asked for
+    """
+
+    def __init__(self, requests: Sequence[Sequence[Span]]) -> None:
+        self.requests = requests
+        self._all: list[Span] | None = None
+
+    def __len__(self) -> int:
+        return sum(map(len, self.requests))
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Span]: ...
+    def __getitem__(self, index: int | slice) -> Span | list[Span]:
+        if self._all is None:
+            self._all = list(self)
+        return self._all[index]
+
+    def __iter__(self) -> Iterator[Span]:
+        return chain.from_iterable(self.requests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

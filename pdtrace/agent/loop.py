@@ -25,7 +25,8 @@ from pdtrace.agent.summary import AgentSummary
 from pdtrace.agent.tails import DEFAULT_KEEP_RINGS, RingState, RingTails
 from pdtrace.analysis.recent import recent_requests
 from pdtrace.assembly.collected import CollectedRequest, Process, Stuck
-from pdtrace.assembly.request_spans import assemble
+from pdtrace.assembly.orderly import OrderlySpans
+from pdtrace.assembly.request_spans import assemble_lazily
 from pdtrace.assembly.steps import StepPolicy, StepWatch, is_step, step_delivery
 from pdtrace.assembly.tracker import DEFAULT_GRACE_NS, DEFAULT_MAX_OPEN, RequestTracker
 from pdtrace.errors import PdtraceError
@@ -450,10 +451,10 @@ class Agent:
     # -- finished requests -------------------------------------------------------------------
 
     def _deliver(self, requests: Iterable[CollectedRequest]) -> None:
-        built: list[tuple[CollectedRequest, list[Span]]] = []
+        built: list[tuple[CollectedRequest, Sequence[Span]]] = []
         for request in requests:
             try:
-                spans = assemble(request)
+                spans = assemble_lazily(request)
             except Exception as error:  # a bug here costs one request's spans, not the agent
                 self._fault("building the spans of", request, error)
                 continue
@@ -472,8 +473,10 @@ class Agent:
             self._summary.incomplete += a.INCOMPLETE.key in spans[0].attributes
             if metrics is not None:
                 metrics.request(request, spans)
+            if isinstance(spans, OrderlySpans):
+                spans.forget()  # those that wait for an exporter need little memory without
 
-    def _judged(self, request: CollectedRequest, spans: list[Span]) -> list[Span]:
+    def _judged(self, request: CollectedRequest, spans: Sequence[Span]) -> Sequence[Span]:
         root = spans[0]
         if self._judge is None or root.attributes.get(a.SPAN.key) != ROOT_SPAN:
             return spans

@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple, cast
 
 from pdtrace import semconv as a
-from pdtrace.analysis.attributes import host_id, integer, text
+from pdtrace.analysis.attributes import host_id, host_of, integer, text
 from pdtrace.analysis.baselines import NESTED_LEAVES, Key, Leaf, leaf_tokens
 from pdtrace.analysis.intervals import Interval, paint
 from pdtrace.analysis.placement import (
@@ -22,6 +22,7 @@ from pdtrace.analysis.placement import (
     FIRST_TOKEN_HOP,
     LATEST_WALL_NS,
 )
+from pdtrace.assembly.orderly import OrderlySpans
 from pdtrace.spans import AttrValue, Span
 from pdtrace.stages import (
     ATTEMPT_SPAN,
@@ -114,7 +115,10 @@ def screen(spans: Sequence[Span]) -> Screened | None:
     ):
         return None
     total = max(0, end - origin)
-    placed = _place(spans, chain, origin, root.start_ns)
+    if isinstance(spans, OrderlySpans):
+        placed = _place_orderly(spans, chain, origin)
+    else:
+        placed = _place(spans, chain, origin, root.start_ns)
     if placed is None:
         return None
     intervals, inner = placed
@@ -127,10 +131,27 @@ def screen(spans: Sequence[Span]) -> Screened | None:
     )
 
 
-def _place(
-    spans: Sequence[Span], chain: _Chain, origin: int, wall: int
-) -> tuple[list[Interval | None], dict[str, list[Interval]]] | None:
-    """Chain stages by place and what is nested in them, from the request's begin; None if odd."""
+_Placed = tuple[list[Interval | None], dict[str, list[Interval]]]
+"""Chain stages by place and what is nested in them, from the request's begin."""
+
+
+def _place_orderly(spans: OrderlySpans, chain: _Chain, origin: int) -> _Placed | None:
+    """Where spans that were not made yet will lie; None if odd. They are on one clock, each stage
+    of the chain occurs once, and nothing that is nested in one is judged by itself."""
+    times, offset = spans.times, spans.wall_offset_ns
+    if not EARLIEST_WALL_NS + 1_000 <= min(times) + offset <= max(times) + offset <= LATEST_WALL_NS:
+        return None
+    if not {host_of(resource) for resource in spans.resources} <= {None, host_id(spans.root)}:
+        return None
+    intervals: list[Interval | None] = [None] * len(chain.stages)
+    for name, place in chain.places.items():
+        for plan in spans.plan.by_stage.get(name, ()):
+            intervals[place] = (times[plan.begin] - origin, times[plan.end] - origin)
+    return intervals, {}
+
+
+def _place(spans: Sequence[Span], chain: _Chain, origin: int, wall: int) -> _Placed | None:
+    """Where spans lie; None if odd."""
     intervals: list[Interval | None] = [None] * len(chain.stages)
     inner: dict[str, list[Interval]] = {}
     places = chain.places
@@ -193,23 +214,25 @@ def _leaves(
         integer(facts, a.CACHED_TOKENS),
         integer(facts, a.OUTPUT_TOKENS),
     )
-    owned = _swept(intervals, total) or _painted(intervals, total)
+    lengths = _swept(intervals, total)
+    owned: _Owned = ()
+    if lengths is None or inner:
+        owned = _painted(intervals, total)
+        lengths = [
+            None if own is None else sum([end - begin for begin, end in own]) for own in owned
+        ]
     found: list[Leaf] = []
     append = found.append
-    for (name, pauses, scaled), pieces in zip(chain.stages, owned, strict=True):
-        if pieces is None:
-            continue
-        rest = 0
-        for begin, end in pieces:
-            rest += end - begin
-        if not streamed and name == FIRST_TOKEN_HOP and rest == 0:
+    for place, ((name, pauses, scaled), rest) in enumerate(zip(chain.stages, lengths, strict=True)):
+        if rest is None or (not streamed and name == FIRST_TOKEN_HOP and rest == 0):
             continue
         if pauses:
-            paused = _paused(name, pieces, inner, total) if inner else {}
+            pieces = owned[place] if inner else None
+            paused = _paused(name, pieces, inner, total) if pieces else {}
             for pause in pauses:
                 length = paused.get(pause, 0)
                 append(_leaf((pause, name, length, None)))
-                rest -= length
+                rest -= length  # noqa: PLW2901 what is left of it
         append(_leaf((name, name, rest, leaf_tokens(name, *sizes) if scaled else None)))
     return found
 
@@ -218,13 +241,14 @@ _Owned = Sequence[Sequence[Interval] | None]
 """What each chain stage owns of the request; None for a stage that it lacks."""
 
 
-def _swept(intervals: Sequence[Interval | None], total: int) -> _Owned | None:
-    """One pass with a high-water mark; None where a stage may own time before it."""
-    owned: list[Sequence[Interval] | None] = []
+def _swept(intervals: Sequence[Interval | None], total: int) -> list[int | None] | None:
+    """How much each stage owns, in one pass with a high-water mark; None where a stage may own time
+    before that."""
+    lengths: list[int | None] = []
     reached = covered_from = 0
     for interval in intervals:
         if interval is None:
-            owned.append(None)
+            lengths.append(None)
             continue
         begin, end = interval
         if begin < covered_from:
@@ -233,13 +257,13 @@ def _swept(intervals: Sequence[Interval | None], total: int) -> _Owned | None:
         end = end if end < total else total
         begin = begin if begin > reached else reached
         if begin >= end:
-            owned.append(())
+            lengths.append(0)
             continue
         if begin > reached:
             covered_from = begin
-        owned.append(((begin, end),))
+        lengths.append(end - begin)
         reached = end
-    return owned
+    return lengths
 
 
 def _painted(intervals: Sequence[Interval | None], total: int) -> _Owned:

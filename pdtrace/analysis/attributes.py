@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pdtrace.semconv import ROLE, Attr
-from pdtrace.spans import AttrValue, Span
+from pdtrace.spans import AttrValue, Resource, Span
 from pdtrace.stages import Role
 
 _ROLES = {role.value: role for role in Role}
@@ -53,5 +53,10 @@ def role_of(span: Span) -> Role | None:
 
 def host_id(span: Span) -> str | None:
     """`host.id` of the recorder; spans of one host share a monotonic clock."""
-    value = span.resource.attributes.get("host.id")
+    return host_of(span.resource)
+
+
+def host_of(resource: Resource) -> str | None:
+    """The same of a resource."""
+    value = resource.attributes.get("host.id")
     return None if value is None or value == "" else str(value)

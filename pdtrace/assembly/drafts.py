@@ -5,6 +5,9 @@ Owns alignment (ADR 001) and which of a mark's attributes go on a span. Knows no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
 import msgspec
 
 from pdtrace import semconv as a
@@ -14,13 +17,24 @@ from pdtrace.assembly.evidence import End, Stamp
 from pdtrace.ring.codec import ID_SEPARATOR
 from pdtrace.ring.records import Value
 from pdtrace.spans import AttrValue, Event, Link, Span, SpanKind, StatusCode
-from pdtrace.stages import MARKS, Mark
+from pdtrace.stages import MARKS, ROOT_SPAN, Mark
 
 CHAIN_GAP_NS = 1_000
 SIDE_GAP_NS = 2_000
 """How far before its end mark a span ends: chain stages and stages beside the chain (ADR 001)."""
 
 _BEGIN_KEY, _END_KEY = a.BEGIN_NS.key, a.END_NS.key
+
+
+class Marked(Protocol):
+    """A mark on the request's clock."""
+
+    @property
+    def mark(self) -> Mark: ...
+    @property
+    def t_ns(self) -> int: ...
+    @property
+    def values(self) -> tuple[Value, ...]: ...
 
 
 class Draft(msgspec.Struct, eq=False, gc=False):
@@ -121,7 +135,8 @@ def _on_span(attr: a.Attr) -> bool:
     return not attr.key.startswith(("gen_ai.", "http."))
 
 
-_STRING_LISTS = frozenset({a.FINISH_REASON.key, a.WAIT_BLOCKERS.key})
+STRING_LISTS = frozenset({a.FINISH_REASON.key, a.WAIT_BLOCKERS.key})
+"""Keys whose values are lists, recorded as text (`set_attribute`)."""
 _KEYS = {mark: tuple(attr.key for attr in spec.attrs) for mark, spec in MARKS.items()}
 SPAN_KEYS: dict[Mark, tuple[str | None, ...]] = {
     mark: tuple(attr.key if _on_span(attr) else None for attr in spec.attrs)
@@ -130,15 +145,26 @@ SPAN_KEYS: dict[Mark, tuple[str | None, ...]] = {
     for mark, spec in MARKS.items()
 }
 """Keys by place; None for what does not belong on a stage's span."""
-_PLAIN = frozenset(mark for mark, keys in SPAN_KEYS.items() if _STRING_LISTS.isdisjoint(keys))
+_PLAIN = frozenset(mark for mark, keys in SPAN_KEYS.items() if STRING_LISTS.isdisjoint(keys))
 """Marks none of whose values is a list in the shape of a text."""
+
+
+_OUTCOME_ATTRS = frozenset({a.OUTCOME, a.OUTCOME_REASON, a.OUTCOME_BY})
+ROOT_KEYS: Mapping[Mark, tuple[str | None, ...]] = {
+    mark: tuple(
+        attr.key if attr.on_root and attr not in _OUTCOME_ATTRS else None for attr in spec.attrs
+    )
+    for mark, spec in MARKS.items()
+    if mark is not Mark.ABORTED and any(attr.on_root for attr in spec.attrs)
+}
+"""Keys by place, for the marks that tell of the whole request; None for what is not copied."""
 
 
 def set_attribute(attributes: dict[str, AttrValue], key: str, value: Value) -> None:
     """Sets an attribute unless nothing was recorded for it."""
     if value is None:
         return
-    if key not in _STRING_LISTS:
+    if key not in STRING_LISTS:
         attributes[key] = value
     elif key == a.WAIT_BLOCKERS.key:
         attributes[key] = tuple(str(value).split(ID_SEPARATOR))
@@ -161,13 +187,22 @@ def put_attributes(draft: Draft, stamp: Stamp, *, overwrite: bool = True) -> Non
                 set_attribute(attributes, key, value)
 
 
-def mark_attributes(stamp: Stamp) -> dict[str, AttrValue]:
+def mark_attributes(stamp: Marked) -> dict[str, AttrValue]:
     """All that a mark carries, by attribute key."""
     attributes: dict[str, AttrValue] = {}
     for key, value in zip(_KEYS[stamp.mark], stamp.values, strict=False):
         if value is not None:
-            if key in _STRING_LISTS:
+            if key in STRING_LISTS:
                 set_attribute(attributes, key, value)
             else:
                 attributes[key] = value
     return attributes
+
+
+def root_name(attributes: Mapping[str, AttrValue]) -> str:
+    """`{operation} {model}` as the GenAI conventions ask; never anything the caller can vary."""
+    operation = attributes.get(a.OPERATION.key)
+    model = attributes.get(a.REQUEST_MODEL.key)
+    if not operation:
+        return ROOT_SPAN
+    return f"{operation} {model}" if model else str(operation)

@@ -6,18 +6,20 @@ mean is `pdtrace.assembly.evidence`; which stages exist is `pdtrace.stages`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 from pdtrace import semconv as a
 from pdtrace.assembly.collected import CollectedRequest, Leg
 from pdtrace.assembly.drafts import (
     CHAIN_GAP_NS,
+    ROOT_KEYS,
     SIDE_GAP_NS,
     SPAN_KEYS,
     Draft,
     mark_attributes,
     put_attributes,
+    root_name,
     set_attribute,
 )
 from pdtrace.assembly.evidence import (
@@ -27,11 +29,11 @@ from pdtrace.assembly.evidence import (
     End,
     Evidence,
     Stamp,
-    blocker_names,
     derived_span_id,
     first_of,
     span_id_base,
 )
+from pdtrace.assembly.orderly import spans_in_order
 from pdtrace.assembly.pairing import paired
 from pdtrace.assembly.stage_plans import (
     CHAIN_PLANS,
@@ -41,11 +43,11 @@ from pdtrace.assembly.stage_plans import (
     StagePlan,
     numbered_salt,
 )
+from pdtrace.assembly.wait_marks import MAX_WAIT_EVENTS, blocker_links, tell_waits
 from pdtrace.spans import AttrValue, Link, Span, SpanKind
 from pdtrace.stages import (
     ATTEMPT_SPAN,
     CHAINS,
-    MARKS,
     OPTIONAL_STAGES,
     ROOT_SPAN,
     STAGE_BY_NAME,
@@ -56,20 +58,6 @@ from pdtrace.stages import (
     StepKind,
 )
 
-MAX_WAIT_EVENTS = 64
-"""Wait records shown as events on one span; more are counted in `pd.wait.changes`."""
-
-MAX_BLOCKER_LINKS = 8
-
-_OUTCOME_ATTRS = frozenset({a.OUTCOME, a.OUTCOME_REASON, a.OUTCOME_BY})
-_ROOT_KEYS: Mapping[Mark, tuple[str | None, ...]] = {
-    mark: tuple(
-        attr.key if attr.on_root and attr not in _OUTCOME_ATTRS else None for attr in spec.attrs
-    )
-    for mark, spec in MARKS.items()
-    if mark is not Mark.ABORTED and any(attr.on_root for attr in spec.attrs)
-}
-"""Keys by place, for the marks that tell of the whole request; None for what is not copied."""
 _STAGE, _STAGE_KIND = a.STAGE.key, a.STAGE_KIND.key
 _begin_ns = attrgetter("begin_ns")
 _STEPS_OF = {"prefill.compute": StepKind.PREFILL, "decode.generate": StepKind.DECODE}
@@ -86,6 +74,16 @@ def assemble(request: CollectedRequest) -> list[Span]:
     Of a request in flight, what has not ended lasts until the instant of the look and says
     `pd.open`.
     """
+    return list(assemble_lazily(request))
+
+
+def assemble_lazily(request: CollectedRequest) -> Sequence[Span]:
+    """The same, where spans of a request in which all went in order are made when asked for."""
+    return spans_in_order(request) or assemble_by_rule(request)
+
+
+def assemble_by_rule(request: CollectedRequest) -> list[Span]:
+    """The same without the shortcut for such requests."""
     if not any(leg.marks for leg in request.legs):
         return []
     return _Assembly(request).spans()
@@ -290,7 +288,7 @@ class _Assembly:
             begin_ns = stamp.t_ns - round(min(seconds, 1e9) * 1e9)
             draft = self._draft(plan, attempt, stamp.leg, begin_ns, stamp.t_ns, index=index)
             put_attributes(draft, stamp)
-            draft.links += tuple(self._blocker_links([stamp]))
+            draft.links += blocker_links(self.request, [stamp])
 
     def _draft(
         self,
@@ -409,29 +407,10 @@ class _Assembly:
         return candidates[-1] if candidates else None
 
     def _describe_wait(self, draft: Draft, stamps: Sequence[Stamp]) -> None:
-        """Events for the changes; attributes for the reason that was in force longest."""
-        longest = stamps[0] if len(stamps) == 1 else _longest_wait(draft, stamps)
-        shown = stamps[:MAX_WAIT_EVENTS]
-        carried = [mark_attributes(stamp) for stamp in shown]
-        for stamp, attributes in zip(shown, carried, strict=True):
-            draft.add_event("pd.wait", stamp.t_ns, attributes)
-        draft.attributes.update(carried[0] if longest is shown[0] else mark_attributes(longest))
-        draft.attributes.pop(a.WAIT_STAGE.key, None)
-        if len(stamps) > len(shown):
-            draft.attributes[a.WAIT_CHANGES.key] = len(stamps)
-        draft.links += tuple(self._blocker_links(stamps))
-
-    def _blocker_links(self, stamps: Sequence[Stamp]) -> Iterable[Link]:
-        blockers = self.request.blockers
-        if not blockers:
-            return
-        names = dict.fromkeys(
-            [name for stamp in stamps for name in blocker_names(stamp.mark, stamp.values)]
-        )
-        known = [blockers[name] for name in names if name in blockers]
-        for trace_id, span_id in known[:MAX_BLOCKER_LINKS]:
-            if trace_id != self.request.trace_id:
-                yield Link(trace_id=trace_id, span_id=span_id, attributes={"pd.link": "blocked_by"})
+        told = tell_waits(stamps, draft.begin_ns, draft.end_ns, draft.wall_offset_ns)
+        draft.events += told.events
+        draft.attributes.update(told.attributes)
+        draft.links += blocker_links(self.request, stamps)
 
     def _attach_steps(self, attempt: Attempt) -> None:
         """The forward passes of the two stages that consist of them."""
@@ -527,13 +506,13 @@ class _Assembly:
             a.PROVIDER.key: "pdtrace",
         }
         for stamp in evidence.stamps:
-            keys = _ROOT_KEYS.get(stamp.mark)
+            keys = ROOT_KEYS.get(stamp.mark)
             if keys is not None:
                 for key, value in zip(keys, stamp.values, strict=False):
                     if key is not None and value is not None:
                         set_attribute(attributes, key, value)
         draft = Draft(
-            name=_root_name(attributes),
+            name=root_name(attributes),
             span_id=self.request.root_span_id,
             parent_id=self.request.client_parent_span_id,
             leg=gateway,
@@ -583,26 +562,3 @@ class _Assembly:
                     and stage.roles & roles
                 ):
                     yield f"no {stage.name}"
-
-
-def _longest_wait(draft: Draft, stamps: Sequence[Stamp]) -> Stamp:
-    """Of the reason that was in force longest, the mark that was."""
-    in_force: dict[str, int] = {}
-    longest: dict[str, tuple[int, Stamp]] = {}
-    until = [stamp.t_ns for stamp in stamps[1:]] + [draft.end_ns]
-    for stamp, end_ns in zip(stamps, until, strict=True):
-        reason = str(stamp.value(a.WAIT_REASON))
-        length = max(end_ns - max(stamp.t_ns, draft.begin_ns), 0)
-        in_force[reason] = in_force.get(reason, 0) + length
-        if reason not in longest or length > longest[reason][0]:
-            longest[reason] = (length, stamp)
-    return longest[max(in_force, key=lambda reason: in_force[reason])][1]
-
-
-def _root_name(attributes: Mapping[str, AttrValue]) -> str:
-    """`{operation} {model}` as the GenAI conventions ask; never anything the caller can vary."""
-    operation = attributes.get(a.OPERATION.key)
-    model = attributes.get(a.REQUEST_MODEL.key)
-    if not operation:
-        return ROOT_SPAN
-    return f"{operation} {model}" if model else str(operation)

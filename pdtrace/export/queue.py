@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Protocol
 
+from pdtrace.assembly.orderly import OrderlySpans
 from pdtrace.export.sink import SinkPosition
 from pdtrace.export.spill import Failing, Spill
-from pdtrace.spans import Span
+from pdtrace.spans import Span, SpanBatch
 
 MAX_QUEUED_SPANS = 65_536
 MAX_BATCH_SPANS = 2_048
@@ -507,7 +508,7 @@ class _Lane:
         return True
 
     def _answer(self, batch: list[_Entry]) -> Answer:
-        spans = [span for entry in batch for span in entry.spans]
+        spans = SpanBatch([entry.spans for entry in batch])
         if not spans:
             return Answer(sent=Sent.OK)
         self._asked_ns = time.time_ns()
@@ -653,6 +654,8 @@ class _Lane:
 
 def _num_parts(spans: Sequence[Span]) -> int:
     """Spans with their events and links."""
+    if isinstance(spans, OrderlySpans):
+        return spans.num_parts
     return len(spans) + sum([len(s.events) + len(s.links) for s in spans if s.events or s.links])
 
 

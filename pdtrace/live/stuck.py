@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdtrace import semconv as a
+from pdtrace.assembly.orderly import OrderlySpans
 from pdtrace.inflight import InFlight
 from pdtrace.logtext import one_line
 from pdtrace.spans import Span
@@ -188,24 +189,33 @@ class RollingStageTimes:
         if root.get(a.OUTCOME.key) != Outcome.COMPLETED.value:
             return
         series = self._by_mode.setdefault(str(root.get(a.MODE.key, "")), {})
-        for span in spans:
-            attributes = span.attributes
-            stage = attributes.get(_STAGE)
-            if not isinstance(stage, str) or stage not in _CHAIN_STAGES:
-                continue
-            begin_ns, end_ns = attributes.get(_BEGIN), attributes.get(_END)
-            if type(begin_ns) is not int or type(end_ns) is not int:
+        for stage, length_ns in stage_lengths(spans):
+            if stage not in _CHAIN_STAGES:
                 continue
             found = series.get(stage)
             if found is None:
                 found = series[stage] = _Series(deque(maxlen=self._window))
-            found.samples.append(end_ns - begin_ns)
+            found.samples.append(length_ns)
             found.fresh += 1
 
     def of(self, mode: str, stage: str) -> StageTime | None:
         """None without any finished request."""
         series = self._by_mode.get(mode, {}).get(stage)
         return None if series is None else series.time(self._enough)
+
+
+def stage_lengths(spans: Sequence[Span]) -> Iterable[tuple[str, int]]:
+    """Stages of a request and how long they took, in nanoseconds, where that is known exactly."""
+    if isinstance(spans, OrderlySpans):
+        return spans.stage_lengths()
+    lengths: list[tuple[str, int]] = []
+    for span in spans:
+        attributes = span.attributes
+        stage = attributes.get(_STAGE)
+        begin_ns, end_ns = attributes.get(_BEGIN), attributes.get(_END)
+        if isinstance(stage, str) and type(begin_ns) is int and type(end_ns) is int:
+            lengths.append((stage, end_ns - begin_ns))
+    return lengths
 
 
 @dataclass(slots=True)

@@ -119,7 +119,7 @@ def by_resource(spans: Iterable[Span]) -> list[tuple[Resource, list[Span]]]:
         resource = span.resource
         group = by_identity.get(id(resource))
         if group is None:
-            key = _resource_keys[resource]
+            key = resource_keys[resource]
             group = by_identity[id(resource)] = groups.setdefault(key, (resource, []))[1]
         group.append(span)
     return list(groups.values())
@@ -142,7 +142,8 @@ class PerResource(Generic[Piece]):
         return known[1]
 
 
-_resource_keys = PerResource(lambda resource: repr(sorted(resource.attributes.items())))
+resource_keys = PerResource(lambda resource: repr(sorted(resource.attributes.items())))
+"""Equal for equal resources."""
 
 
 def encode_line(spans: Iterable[Span], *, sampled: bool = False) -> bytes:

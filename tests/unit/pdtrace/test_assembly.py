@@ -15,7 +15,8 @@ from pdtrace.analysis.sources import Problems, Recording
 from pdtrace.analysis.timeline import Timeline, build_timeline
 from pdtrace.assembly.collected import AttemptIds, CollectedRequest, Leg
 from pdtrace.assembly.evidence import derived_span_id, span_id_base, span_id_salt
-from pdtrace.assembly.request_spans import MAX_WAIT_EVENTS, assemble
+from pdtrace.assembly.request_spans import assemble
+from pdtrace.assembly.wait_marks import MAX_WAIT_EVENTS
 from pdtrace.check import check_recording
 from pdtrace.clock import ClockAnchor
 from pdtrace.ring.records import MarkRecord, Value
