@@ -86,7 +86,7 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
 
     def _open(self, leg: ColocatedLeg, at_ns: int) -> None:
         leg.advance(_S.QUEUED, at_ns)
-        refusal = self.refusal(leg) or self.prompt_refusal(leg.prompt_ids)
+        refusal = self.refusal(leg) or self.prompt_refusal(leg.prompt_ids) or self.overload()
         if refusal is not None:
             reason, what = refusal
             self.end(leg, self._ending(Outcome.REJECTED, reason, what))
@@ -195,6 +195,10 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
         leg.ending = ending
         self.free_pages(leg)
         self.close(leg, self._clock())
+
+    def is_waiting(self, leg: ColocatedLeg) -> bool:
+        """Whether nothing of the prompt has been computed."""
+        return leg.state in (_S.ARRIVED, _S.QUEUED)
 
     def drain_expired(self, leg: ColocatedLeg) -> None:
         """Nothing drains here: no transfer touches the pages."""

@@ -140,6 +140,8 @@ class TransferDouble:
         self._over: set[str] = set()
         self._seen: set[tuple[str, int]] = set()
         self.fail_next: str | None = None
+        self.settled = True
+        """Whether failed copies say that the destination is not written any more."""
         self.failed: list[str] = []
         self._registered: set[tuple[str, str]] = set()
         self.peer = Peer(instance="transfer-0", endpoint="transfer", incarnation="t1")
@@ -208,7 +210,7 @@ class TransferDouble:
                 index=job.index,
                 reason=self.fail_next,
                 message="injected",
-                settled=True,
+                settled=self.settled,
             )
             self.fail_next = None
             self._end(handoff_id)
