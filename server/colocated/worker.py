@@ -33,6 +33,7 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
         super().__init__(config, engine, ports)
         self.cache = RadixCache(self.allocator, engine.layout.page_size)
         self._prompts = PromptPages(self.allocator, self.cache)
+        self._waited = 0  # steps in a row that the batch has let prompts go first
 
     def step(self, max_wait_s: float = IDLE_WAIT_S) -> None:
         """Receive, plan, run, publish."""
@@ -43,6 +44,7 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
         self._apply(plan)
         self.record_waits(plan.waits, now_ns)
         self.flush()
+        self._waited = 0 if plan.decode else self._waited + 1
         if plan.decode:
             self.run_batch(now_ns)
             self.flush()  # tokens do not wait for prompts
@@ -130,6 +132,7 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
             max_running=self.settings.max_running,
             chunked=self.settings.chunked,
             occupied=occupied,
+            waited=self._waited,
         )
 
     def _apply(self, plan: ColocatedPlan) -> None:

@@ -314,7 +314,7 @@ DEADLINES = Deadlines(
     ("faults", "stage", "seconds"),
     [
         ({"decode.reserve": 50_000}, "decode.reserve", 1),
-        ({"prefill.queue": 50_000}, "transfer", 2),
+        ({"prefill.queue": 50_000}, "prefill.queue", 2),
         ({"decode.queue": 50_000}, "decode.queue", 3),
         ({"decode.first": 50_000}, "decode.first", 3),
     ],
