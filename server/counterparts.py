@@ -61,8 +61,10 @@ class Counterparts:
         return True
 
     def ask(self, peer: Peer, legs: Sequence[LegStatus], now_ns: int) -> str | None:
-        """Ask `peer` for its side of `legs`. What makes it count as gone, None if nothing does; that
-        is told once, and counting begins anew with the legs that come after."""
+        """Ask `peer` for its side of `legs`. What makes it count as gone, None if nothing does.
+
+        That is told once: counting begins anew with the legs that come after.
+        """
         gone = self._ask(peer, legs, now_ns)
         if gone is not None:
             del self._contacts[peer.incarnation]
