@@ -61,8 +61,11 @@ class Registration:
             return
         self._asked_ns = now_ns
         self._open = True
-        if self._send(RegisterPool(peer=self._peer, pool=self._pool)):
-            self._send(CancelCopies(handoff_id=self._handoff_id, reply_to=self._peer))
+        sent = self._send(RegisterPool(peer=self._peer, pool=self._pool)) and self._send(
+            CancelCopies(handoff_id=self._handoff_id, reply_to=self._peer)
+        )
+        if not sent:
+            self.known = False
 
     def forget(self) -> None:
         """The transfer process does not know the pool: ask at once."""

@@ -271,13 +271,13 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg], PairedScheduler[DecodeLeg]):
         leg.own_pages = pages
         leg.marked_pages = len(pages)
         leg.advance(_S.AWAITING_KV, self._clock())
-        leg.published = self._publish_pages(leg)
-        if not leg.published:
-            self.fail(leg, "peer_unreachable", f"{leg.prefill.instance} cannot be reached")
+        self._publish_pages(leg)
 
-    def _publish_pages(self, leg: DecodeLeg) -> bool:
+    def _publish_pages(self, leg: DecodeLeg) -> None:
+        """If prefill cannot be reached just now, because it was started anew perhaps, it asks for
+        the pages once it can; and if it never can, it counts as gone."""
         num_pages = self.engine.layout.pages_for(leg.generation.prompt_len)
-        return self.send(
+        sent = self.send(
             leg.prefill,
             PagesReserved(
                 handoff_id=leg.handoff_id,
@@ -289,6 +289,7 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg], PairedScheduler[DecodeLeg]):
                 transfer_address=self.config.transfer_address,
             ),
         )
+        leg.published = sent or leg.published
 
     def take_pages(self, num_pages: int, owner: str) -> list[int] | None:
         """Pages for a sequence that runs or comes back, if need be out of the ballast."""

@@ -362,6 +362,7 @@ class PrefillWorker(PairedScheduler[PrefillLeg]):
             ),
         )
         if not sent:
+            self.registration.forget()  # others wait until it answers
             self.fail(leg, "peer_unreachable", "the transfer process cannot be reached")
             return
         leg.pages_sent = end_page

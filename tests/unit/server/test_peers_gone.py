@@ -250,6 +250,20 @@ def test_other_worker_that_dies_ends_the_leg_that_waits_for_it(
     whole(cluster)
 
 
+def test_prefill_that_cannot_be_reached_for_a_moment_gets_the_pages_when_it_can(
+    make_cluster: MakeCluster,
+) -> None:
+    cluster = make_cluster(settings=settings())
+    cluster.channels.cut.add("prefill-0")
+    handoff_id = cluster.submit(prompt(9))
+    cluster.run_for(600, turn_ms=10)
+    assert cluster.decode.ignored["unsent.PagesReserved"] >= 1
+    cluster.channels.cut.clear()
+    cluster.run_for(1000, turn_ms=10)
+    assert cluster.results[handoff_id].tokens == cluster.expected(prompt(9), 4)
+    whole(cluster)
+
+
 def test_other_worker_that_is_silent_but_connected_is_given_up_after_a_while(
     make_cluster: MakeCluster,
 ) -> None:

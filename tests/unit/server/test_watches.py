@@ -155,6 +155,15 @@ def test_transfer_process_that_does_not_answer_is_of_no_use_until_it_does() -> N
     assert asked.registration.known
 
 
+def test_transfer_process_that_cannot_be_reached_is_of_no_use_at_once() -> None:
+    asked = Asked()
+    asked.registration.ask(0)
+    asked.answer("t1")
+    asked.reachable = False
+    asked.registration.ask(CHECK_EVERY_NS)
+    assert not asked.registration.known
+
+
 def test_answer_of_another_transfer_process_says_that_the_first_one_is_gone() -> None:
     asked = Asked()
     asked.registration.ask(0)
