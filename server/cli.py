@@ -138,6 +138,16 @@ def up(
     max_running: Annotated[
         int, typer.Option(help="Requests in a decode batch.")
     ] = DEFAULTS.max_running,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that may wait in a worker; more are refused.")
+    ] = DEFAULTS.max_waiting,
+    preempted_pages: Annotated[
+        int,
+        typer.Option(
+            help="KV pages of preempted requests that a worker keeps in host memory; beyond it the "
+            "youngest of them fails."
+        ),
+    ] = DEFAULTS.preempted_pages,
     reserve_output_tokens: Annotated[
         int, typer.Option(help="Output tokens for which decode reserves room beyond the prompt.")
     ] = DEFAULTS.reserve_output_tokens,
@@ -227,6 +237,8 @@ def up(
             decode_pages=decode_pages,
             prefill_budget=prefill_budget,
             max_running=max_running,
+            max_waiting=max_waiting,
+            preempted_pages=preempted_pages,
             reserve_output_tokens=reserve_output_tokens,
             max_concurrency=max_concurrency,
             max_queue=max_queue,

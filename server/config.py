@@ -49,18 +49,25 @@ def is_utf8(text: str) -> bool:
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """Longest stay in each non-terminal state, seconds on the monotonic clock."""
+    """Longest stay in each non-terminal state, seconds on the monotonic clock.
+
+    Between the legs: prefill's wait for decode's pages is decode's to bound (`reserve_s`), decode's
+    wait for KV is prefill's (`prefill_queue_s`, `prefill_compute_s`, `transfer_s`), as long as the
+    other one answers.
+    """
 
     gateway_queue_s: float = 60.0
     reserve_s: float = 60.0
-    handshake_s: float = 90.0  # prefill waits for decode's reservation, so it covers reserve_s
+    handshake_s: float = 30.0  # pages known to handshake done; the other leg's not being known
     prefill_queue_s: float = 120.0
     prefill_compute_s: float = 300.0
     transfer_s: float = 30.0
-    await_kv_s: float = 300.0  # decode waits for queue, compute and transfer on the other side
+    await_kv_s: float = 480.0  # more than queue, compute, transfer and drain on the other side
     decode_queue_s: float = 120.0
     preempted_s: float = 120.0
     drain_s: float = 10.0
+    peer_silence_s: float = 60.0  # the other leg's worker can be reached but does not answer
+    stop_s: float = 3.0  # requests in flight may go on after SIGTERM
     request_s: float = 600.0
 
 
@@ -88,6 +95,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     decode_pages: int = 512
     prefill_budget: int = 256  # prompt tokens per step
     max_running: int = 16
+    max_waiting: int = 256  # requests that wait in a worker before it refuses more
+    preempted_pages: int = 512  # KV pages of preempted requests in a worker's host memory
     reserve_output_tokens: int = 64  # room kept per request beyond its prompt when reserving
     max_concurrency: int = 64
     max_queue: int = 256
@@ -116,6 +125,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("decode_pages", 2),
             ("prefill_budget", 1),
             ("max_running", 1),
+            ("max_waiting", 1),
+            ("preempted_pages", 0),
             ("max_concurrency", 1),
             ("max_queue", 0),
             ("max_retries", 0),

@@ -22,7 +22,13 @@ from server.engine.validation import check_sampling
 from server.gaps import Absence, BatchChange, account_gap, explain_gap, time_without
 from server.output import LENGTH, Generation, StopRules
 from server.pauses import FLOOR_NS as PAUSE_FLOOR_NS
-from server.preemption import PagePlan, PreemptedSequence, RunningSequence
+from server.preemption import (
+    PagePlan,
+    PreemptedSequence,
+    RunningSequence,
+    SavedSequence,
+    given_up,
+)
 from server.request import Leg, StateT
 from server.scheduler import Ports, Scheduler
 from server.wire.messages import TokenItem
@@ -223,6 +229,8 @@ class GeneratingScheduler(Scheduler[GenLegT]):
             self._resume(self.legs[handoff_id])
 
     def _preempt(self, leg: GenLegT, blocker: str | None) -> None:
+        if not self._make_room_in_memory(leg):
+            return
         kept = leg.table[: self.engine.layout.pages_for(leg.generation.kv_len)]
         try:
             leg.saved = self.engine.offload(kept)
@@ -247,6 +255,28 @@ class GeneratingScheduler(Scheduler[GenLegT]):
             free=free,
             limit=self.allocator.num_pages,
             blockers=blockers,
+        )
+
+    def _make_room_in_memory(self, victim: GenLegT) -> bool:
+        """Give up preempted sequences until the KV of `victim` fits beside them; False when it is
+        given up itself."""
+        saved = [self._saved(leg) for leg in self.legs if leg.state is leg.preempted]
+        limit = self.settings.preempted_pages
+        for handoff_id in given_up(self._saved(victim), saved, max_pages=limit):
+            leg = self.legs[handoff_id]
+            pages = self._saved(leg).pages
+            self.fail(
+                leg,
+                "host_memory",
+                f"KV pages ran out, and its {pages} do not fit into host memory, which has {limit}",
+            )
+        return victim.ending is None
+
+    def _saved(self, leg: GenLegT) -> SavedSequence:
+        return SavedSequence(
+            handoff_id=leg.handoff_id,
+            admitted=leg.admitted,
+            pages=self.engine.layout.pages_for(leg.generation.kv_len),
         )
 
     def _resume(self, leg: GenLegT) -> None:

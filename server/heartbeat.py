@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol, TypeAlias
 
 from pdtrace.clock import SYSTEM_CLOCK, Clock
@@ -40,6 +40,7 @@ class ProgressState(NamedTuple):
     ticked_ns: int
     busy: bool
     load: WorkerLoad
+    ignored: Mapping[str, int]
 
 
 class Progress:
@@ -50,15 +51,28 @@ class Progress:
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
-        self._state = ProgressState(clock.monotonic_ns(), False, WorkerLoad())
+        self._state = ProgressState(clock.monotonic_ns(), False, WorkerLoad(), {})
         self.draining = False
 
-    def tick(self, *, busy: bool, load: WorkerLoad | None = None) -> int:
-        """The loop went round; `load` None keeps the numbers. Returns the instant, for the
-        LAST_PROGRESS_NS gauge."""
+    def tick(
+        self,
+        *,
+        busy: bool,
+        load: WorkerLoad | None = None,
+        ignored: Mapping[str, int] | None = None,
+    ) -> int:
+        """The loop went round; None keeps the numbers. Returns the instant, for the
+        LAST_PROGRESS_NS gauge.
+
+        ignored   messages without effect so far, as "why.Type"; may go on changing
+        """
         now_ns = self._clock.monotonic_ns()
+        before = self._state
+        counts = before.ignored
+        if ignored is not None and ignored != counts:
+            counts = dict(ignored)  # the other thread must not read what changes
         # One assignment of one tuple: the reader never sees half of it.
-        self._state = ProgressState(now_ns, busy, self._state.load if load is None else load)
+        self._state = ProgressState(now_ns, busy, before.load if load is None else load, counts)
         return now_ns
 
     @property
@@ -153,6 +167,7 @@ class HeartbeatThread:
                 draining=draining,
                 info=self._info,
                 layout=self._layout,
+                ignored=dict(state.ignored),
             ),
         )
         if self._pool is not None and self._config.transfer_endpoint is not None:

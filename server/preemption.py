@@ -5,11 +5,13 @@ Owns the rule for pages that run out during decode; knows nothing of queues for 
 The rule: sequences grow in the order they were admitted; while pages are short the latest-admitted
 one loses all of its own. Sequences that lost theirs come back in order of admission, before anybody
 else is admitted, when their pages are free and one more for each running sequence, so that coming
-back does not push the next one out.
+back does not push the next one out. Host memory for their KV is bounded: what does not fit is given
+up, the latest-admitted first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdtrace.recorder import MAX_BLOCKERS
@@ -39,6 +41,18 @@ class PreemptedSequence:
 
     handoff_id: str
     request_id: str
+    pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedSequence:
+    """A sequence that is in host memory, or about to be, with `pages` of KV.
+
+    admitted   order of admission
+    """
+
+    handoff_id: str
+    admitted: int
     pages: int
 
 
@@ -164,6 +178,20 @@ def plan_pages(
         waits=tuple(waits),
         returning=_first_returning(running, preempted, preempt, resume),
     )
+
+
+def given_up(
+    victim: SavedSequence, saved: Sequence[SavedSequence], *, max_pages: int
+) -> tuple[str, ...]:
+    """Sequences to give up so that what is saved, `victim` included, has at most `max_pages`."""
+    stay = sorted((*saved, victim), key=lambda sequence: sequence.admitted)
+    total = sum(sequence.pages for sequence in stay)
+    gone: list[str] = []
+    while total > max_pages:
+        youngest = stay.pop()
+        total -= youngest.pages
+        gone.append(youngest.handoff_id)
+    return tuple(gone)
 
 
 def _first_returning(

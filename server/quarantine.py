@@ -15,7 +15,7 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[int, Callable[[], None]]] = {}
-        self._asked_ns = 0
+        self._asked_ns: int | None = 0
         self.num_handoffs_ever = 0
 
     @property
@@ -35,10 +35,16 @@ class Quarantine:
 
     def to_ask(self, now_ns: int, every_ns: int) -> tuple[str, ...]:
         """Handoffs to ask the transfer about, at most once in `every_ns`."""
-        if not self._kept or now_ns - self._asked_ns < every_ns:
+        if not self._kept:
+            return ()
+        if self._asked_ns is not None and now_ns - self._asked_ns < every_ns:
             return ()
         self._asked_ns = now_ns
         return tuple(self._kept)
+
+    def ask_now(self) -> None:
+        """Ask again at the next occasion: another transfer process answers from here on."""
+        self._asked_ns = None
 
     def release(self, handoff_id: str) -> bool:
         """Free the pages of `handoff_id`; False when it keeps none."""

@@ -131,7 +131,8 @@ class StateInfo:
 PREFILL_INFO: Mapping[PrefillState, StateInfo] = MappingProxyType(
     {
         _P.ARRIVED: StateInfo("hop.dispatch"),
-        _P.BOOTSTRAP: StateInfo("prefill.bootstrap", "handshake_s"),
+        # Decode's queue for pages is decode's to bound; `handshake_s` counts once they are known.
+        _P.BOOTSTRAP: StateInfo("prefill.bootstrap"),
         _P.QUEUED: StateInfo("prefill.queue", "prefill_queue_s"),
         _P.RUNNING: StateInfo("prefill.compute", "prefill_compute_s"),
         _P.SENDING: StateInfo("transfer", "transfer_s"),
@@ -213,6 +214,8 @@ class Leg(Generic[StateT]):
                   request's; None once closed
     ending        how it ended, or is about to once drained; None while it is on its way
     said          what the trace was last told of why a plan left it out
+    other         state of the leg that it waits for, as that one's worker last said; "": unknown
+    misses        how often that worker said that all was sent, while this leg lacked some of it
     """
 
     transitions: ClassVar[Mapping[Any, frozenset[Any]]]
@@ -230,6 +233,8 @@ class Leg(Generic[StateT]):
     deadline_ns: int | None = field(init=False)
     ending: Ending | None = None
     said: Said | None = None
+    other: str = ""
+    misses: int = 0
 
     def __post_init__(self) -> None:
         self.entered_ns = self.created_ns
@@ -248,6 +253,11 @@ class Leg(Generic[StateT]):
         """Stage that is open; the last one once closed."""
         info = self.infos.get(self.state)
         return "" if info is None else info.stage
+
+    @property
+    def waits_in(self) -> str:
+        """Stage that keeps the leg waiting; not its own while the other leg's is known."""
+        return self.stage
 
     @property
     def wake_ns(self) -> int | None:
@@ -270,13 +280,18 @@ class Leg(Generic[StateT]):
         self.deadline_ns = self._deadline(at_ns)
         self.observer.changed(self, previous, at_ns)
 
+    def limit(self, deadline: str, from_ns: int) -> None:
+        """The rest of the stay in the present state is bounded by this field of `Deadlines`."""
+        self.deadline_ns = self._until(deadline, from_ns)
+
     def _deadline(self, entered_ns: int) -> int | None:
         info = self.infos.get(self.state)
-        if info is None:
-            return None
+        return None if info is None else self._until(info.deadline, entered_ns)
+
+    def _until(self, deadline: str | None, from_ns: int) -> int:
         whole_ns = self.created_ns + round(self.deadlines.request_s * NS_PER_S)
-        if info.deadline is None:
+        if deadline is None:
             return whole_ns
-        stay_ns = entered_ns + round(getattr(self.deadlines, info.deadline) * NS_PER_S)
+        stay_ns = from_ns + round(getattr(self.deadlines, deadline) * NS_PER_S)
         # A drain has its own time: the request's may have passed already.
-        return stay_ns if info.deadline == "drain_s" else min(whole_ns, stay_ns)
+        return stay_ns if deadline == "drain_s" else min(whole_ns, stay_ns)

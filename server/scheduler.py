@@ -1,9 +1,9 @@
 """What every scheduler process does besides its plan: receive, time out, end, answer, report.
 
-Owns the legs' table, the page allocator, outgoing tokens and the counters of ignored messages;
-knows nothing of what a step computes. A worker (`server.prefill`, `server.decode`,
-`server.colocated`) derives from `Scheduler`, and its `step` is its table of contents: receive,
-plan, run, publish.
+Owns the legs' table, the page allocator, outgoing tokens, the watch over the gateway and the
+counters of ignored messages; knows nothing of what a step computes. A worker (`server.prefill`,
+`server.decode`, `server.colocated`) derives from `Scheduler`, and its `step` is its table of
+contents: receive, plan, run, publish.
 
 A message or a step that raises fails the requests it concerns and nothing else.
 """
@@ -24,15 +24,14 @@ from server.admission import PageBudget, Wait, largest
 from server.config import ProcessConfig
 from server.engine.base import Engine
 from server.errors import IntegrityError
+from server.gateway_watch import GatewayWatch
 from server.heartbeat import Progress
 from server.injection.process import refuse
 from server.kv.pages import PageAllocator
 from server.legs import LegT, LegTable
 from server.loop_log import Doing, LoopLog
-from server.quarantine import Quarantine
 from server.recording import record_round_trip
-from server.registration import Registration
-from server.request import NS_PER_S, Ending
+from server.request import Ending
 from server.round_trips import RoundTrips
 from server.said import Said, is_due
 from server.tracing import TraceObserver
@@ -40,7 +39,6 @@ from server.wire.messages import (
     Abort,
     AnyMessage,
     Cancel,
-    CancelCopies,
     HeartbeatAck,
     LegClosed,
     Peer,
@@ -54,6 +52,8 @@ IDLE_WAIT_S = 0.25
 """Longest wait for a message: how often an idle loop shows that it is alive."""
 HOLDERS_NS = 100_000_000
 """How long the answer to who holds most pages may be old."""
+DRAINING = "draining"
+"""Reason of requests that end because their worker stops."""
 
 _logger = logging.getLogger(__name__)
 
@@ -108,11 +108,7 @@ class Scheduler(ABC, Generic[LegT]):
             instance=config.instance, endpoint=config.endpoint, incarnation=config.incarnation
         )
         self.draining = False
-        self._transfer = (
-            None
-            if config.transfer_endpoint is None
-            else Peer(instance="transfer", endpoint=config.transfer_endpoint, incarnation="")
-        )
+        self._gateway = GatewayWatch(dead_after_s=config.settings.dead_after_s)
         self._ports = ports
         self._clock = ports.clock
         self._recorder = ports.recorder
@@ -155,6 +151,10 @@ class Scheduler(ABC, Generic[LegT]):
                 raise IntegrityError(f"pages {pages} are held by {owner!r}, which is over")
 
     @abstractmethod
+    def is_waiting(self, leg: LegT) -> bool:
+        """Whether nothing of `leg` has been done yet: it could as well be served elsewhere."""
+
+    @abstractmethod
     def pages_held(self, leg: LegT) -> int:
         """Pages of the pool that `leg` keeps from others."""
 
@@ -182,6 +182,7 @@ class Scheduler(ABC, Generic[LegT]):
             for received in others:
                 self._take(received)
         now_ns = self._clock()
+        self.watch(now_ns)
         for leg in self.legs.due(now_ns):
             leg.holds.release_due(now_ns)
             if leg.deadline_ns is not None and leg.deadline_ns <= now_ns:
@@ -212,12 +213,31 @@ class Scheduler(ABC, Generic[LegT]):
             if leg is not None:
                 self._give_up(leg, "internal", f"{type(error).__name__} in a message's handling")
 
+    def watch(self, now_ns: int) -> None:
+        """Notice who is not there any more. Called every turn, without any message."""
+        silent = self._gateway.silent(now_ns)
+        if silent is not None:
+            limit_s = self.settings.dead_after_s
+            self._lose_gateway(silent, f"has not answered for {limit_s:g} s")
+
     def _answered(self, message: HeartbeatAck, arrived_ns: int) -> None:
+        replaced = self._gateway.answered(message.gateway)
+        if replaced is not None:
+            self._lose_gateway(replaced, "was started anew")
         trip = self._ports.round_trips.answered(message, arrived_ns)
         if trip is not None:
             record_round_trip(self._recorder, trip)
 
+    def _lose_gateway(self, gateway: Peer, what: str) -> None:
+        """Nobody waits for the requests of `gateway` any more: end them all."""
+        lost = [leg for leg in self.legs if leg.gateway.incarnation == gateway.incarnation]
+        if lost:
+            _logger.warning("%s %s: ending %d requests", gateway.instance, what, len(lost))
+        for leg in lost:
+            self.end(leg, _gateway_lost(gateway, what))
+
     def _cancel(self, message: Cancel) -> None:
+        self._gateway.wrote(message.gateway)
         ending = Ending(
             outcome=outcome_of(message.outcome),
             reason=message.reason,
@@ -258,12 +278,23 @@ class Scheduler(ABC, Generic[LegT]):
     def admit(self, leg: LegT) -> bool:
         """Put a request into the table, unless its end came first or the worker is stopping."""
         past = self.legs.past(leg.handoff_id)
+        self._gateway.wrote(leg.gateway)
         self.legs.add(leg)
         if past is not None:
             self.end(leg, past.ending, tell_peer=False)
+        elif self._gateway.is_retired(leg.gateway):
+            self.end(leg, _gateway_lost(leg.gateway, "was started anew"))
         elif self.draining:
-            self.end(leg, self._ending(Outcome.REJECTED, "shutting_down", "is shutting down"))
+            self._refuse_draining(leg)
         return leg.ending is None
+
+    def overload(self) -> tuple[str, str] | None:
+        """Why one more request may not wait here, as reason and sentence; None when it may."""
+        limit = self.settings.max_waiting
+        waiting = sum(self.is_waiting(leg) for leg in self.legs)  # the new one is among them
+        if waiting <= limit:
+            return None
+        return "overloaded", f"{waiting - 1} requests wait, the limit is {limit}"
 
     def aborted(self, message: Abort) -> None:
         """The other leg is over; so is this one, now or when it arrives."""
@@ -440,7 +471,7 @@ class Scheduler(ABC, Generic[LegT]):
         self.end(
             leg,
             self._ending(
-                Outcome.TIMED_OUT, "deadline_exceeded", f"{leg.stage} took longer than allowed"
+                Outcome.TIMED_OUT, "deadline_exceeded", f"{leg.waits_in} took longer than allowed"
             ),
         )
 
@@ -470,21 +501,6 @@ class Scheduler(ABC, Generic[LegT]):
         instance = self.config.instance
         return Ending(outcome=outcome, reason=reason, message=f"{instance}: {what}", by=instance)
 
-    def new_registration(self) -> Registration:
-        """Registration of this worker's pool with the host's transfer process."""
-        transfer = self._transfer
-        assert transfer is not None
-        return Registration(
-            self.peer, self.engine.pool.descriptor, lambda message: self.send(transfer, message)
-        )
-
-    def ask_again(self, quarantine: Quarantine, now_ns: int) -> None:
-        """Ask the transfer about pages that it has not let go of."""
-        every_ns = round(self.settings.deadlines.drain_s * NS_PER_S)
-        for handoff_id in quarantine.to_ask(now_ns, every_ns):
-            assert self._transfer is not None
-            self.send(self._transfer, CancelCopies(handoff_id=handoff_id, reply_to=self.peer))
-
     # -- publish ------------------------------------------------------------------------------
 
     def emit(self, leg: LegT, item: TokenItem) -> None:
@@ -497,19 +513,6 @@ class Scheduler(ABC, Generic[LegT]):
             return True
         self.ignore("unsent", message)
         return False
-
-    def abort_peer(self, peer: Peer, leg: LegT, ending: Ending) -> None:
-        """Tell the other leg that this one is over."""
-        self.send(
-            peer,
-            Abort(
-                handoff_id=leg.handoff_id,
-                outcome=ending.outcome,
-                reason=ending.reason,
-                message=ending.message,
-                by=ending.by,
-            ),
-        )
 
     def flush(self) -> None:
         """Send the tokens and closings that are ready, before a step keeps them waiting."""
@@ -527,7 +530,7 @@ class Scheduler(ABC, Generic[LegT]):
         """Send what is ready, then show where the loop is."""
         self.flush()
         busy = len(self.legs) > 0
-        tick_ns = self._ports.progress.tick(busy=busy, load=self.report())
+        tick_ns = self._ports.progress.tick(busy=busy, load=self.report(), ignored=self.ignored)
         recorder = self._recorder
         recorder.gauge(Gauge.KV_PAGES_TOTAL, self.allocator.num_pages)
         recorder.gauge(Gauge.KV_PAGES_FREE, self.allocator.num_free)
@@ -545,14 +548,29 @@ class Scheduler(ABC, Generic[LegT]):
     # -- stop ---------------------------------------------------------------------------------
 
     def stop_accepting(self) -> None:
-        """From here on requests are refused; those in flight go on."""
+        """From here on requests are refused, those included that still wait; the others go on."""
         self.draining = True
         self._ports.progress.draining = True
+        for leg in self.legs:
+            if self.is_waiting(leg):
+                self._refuse_draining(leg)
+
+    def _refuse_draining(self, leg: LegT) -> None:
+        self.end(leg, self._ending(Outcome.REJECTED, DRAINING, "is shutting down"))
 
     def end_all(self, reason: str, what: str) -> None:
         """Give up every request in flight, as failed for `reason`."""
         for leg in self.legs:
             self._give_up(leg, reason, what)
+
+
+def _gateway_lost(gateway: Peer, what: str) -> Ending:
+    return Ending(
+        outcome=Outcome.LOST,
+        reason="gateway_lost",
+        message=f"{gateway.instance} {what}",
+        by=gateway.instance,
+    )
 
 
 def handoff_of(message: AnyMessage) -> str:

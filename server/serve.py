@@ -24,11 +24,9 @@ from server.injection.workers import disturb, faulty_ports
 from server.pauses import Pauses, PauseThread
 from server.recording import open_recorder, process_clock
 from server.round_trips import RoundTrips
-from server.scheduler import Ports, Scheduler
+from server.scheduler import DRAINING, Ports, Scheduler
 from server.wire.sockets import Inbox, Outbox
 
-GRACE_S = 3.0
-"""How long requests in flight may go on after SIGTERM."""
 DRAIN_S = 1.5
 """How long the transfer may then take to let go of the pages of those that were given up."""
 _TURN_S = 0.02
@@ -96,7 +94,7 @@ def serve(
         _logger.info("%s serves at %s", config.instance, config.endpoint)
         while not stop.is_set():
             take_step(worker)
-        stop_worker(worker)
+        stop_worker(worker, grace_s=config.settings.deadlines.stop_s)
     _logger.info("%s stopped", config.instance)
 
 
@@ -113,13 +111,13 @@ def take_step(worker: Scheduler[Any], max_wait_s: float | None = None) -> None:
         worker.publish()
 
 
-def stop_worker(
-    worker: Scheduler[Any], *, grace_s: float = GRACE_S, drain_s: float = DRAIN_S
-) -> None:
-    """Let requests in flight finish for `grace_s`, give up the rest, wait `drain_s` for copies."""
+def stop_worker(worker: Scheduler[Any], *, grace_s: float, drain_s: float = DRAIN_S) -> None:
+    """Refuse what only waits, let the rest finish for `grace_s`, give up what is left then, and
+    wait `drain_s` for copies that still read or write this worker's pages."""
     worker.stop_accepting()
+    worker.publish()
     _turn_until_empty(worker, grace_s)
-    worker.end_all("shutting_down", "is shutting down")
+    worker.end_all(DRAINING, "is shutting down")
     worker.publish()
     _turn_until_empty(worker, drain_s)
 

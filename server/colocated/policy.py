@@ -3,8 +3,9 @@
 Owns how prompts and running sequences share a step; knows nothing of pages' numbers or engines.
 
     chunked     each step runs the batch, and prompts get what is left of the token budget
-    unchunked   a step runs whole prompts while there are any that may start, and the batch waits;
-                several prompts share a step up to the budget, a longer one runs alone
+    unchunked   a step runs whole prompts while there are any that may start, and the batch waits,
+                but for MAX_WAITED steps at most; several prompts share a step up to the budget, a
+                longer one runs alone
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from server.admission import (
 from server.preemption import PagePlan, PreemptedSequence, RunningSequence, plan_pages
 from server.prefill.policy import Chunk, QueuedPrompt, RunningPrompt
 
+MAX_WAITED = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColocatedSnapshot:
@@ -33,6 +36,7 @@ class ColocatedSnapshot:
     queue        prompts in order of arrival; their pages include room for output
     prefilling   prompts with positions left, in order of start
     occupied     other slots in use: prompts computed whose boundary token is not committed yet
+    waited       steps in a row that the batch has let prompts go first
     """
 
     queue: tuple[QueuedPrompt, ...]
@@ -44,6 +48,7 @@ class ColocatedSnapshot:
     max_running: int
     chunked: bool
     occupied: int = 0
+    waited: int = 0
     max_passes: int = MAX_PASSES
 
 
@@ -130,7 +135,7 @@ def plan_colocated(snapshot: ColocatedSnapshot) -> ColocatedPlan:
         pages=pages,
         start=tuple(start),
         chunks=tuple(chunks),
-        decode=snapshot.chunked or not chunks,
+        decode=snapshot.chunked or not chunks or snapshot.waited >= MAX_WAITED,
         waits=(*waits, *admission.waits),
         passes=admission.passes,
     )

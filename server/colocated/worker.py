@@ -33,6 +33,7 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
         super().__init__(config, engine, ports)
         self.cache = RadixCache(self.allocator, engine.layout.page_size)
         self._prompts = PromptPages(self.allocator, self.cache)
+        self._waited = 0  # steps in a row that the batch has let prompts go first
 
     def step(self, max_wait_s: float = IDLE_WAIT_S) -> None:
         """Receive, plan, run, publish."""
@@ -43,6 +44,7 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
         self._apply(plan)
         self.record_waits(plan.waits, now_ns)
         self.flush()
+        self._waited = 0 if plan.decode else self._waited + 1
         if plan.decode:
             self.run_batch(now_ns)
             self.flush()  # tokens do not wait for prompts
@@ -86,7 +88,7 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
 
     def _open(self, leg: ColocatedLeg, at_ns: int) -> None:
         leg.advance(_S.QUEUED, at_ns)
-        refusal = self.refusal(leg) or self.prompt_refusal(leg.prompt_ids)
+        refusal = self.refusal(leg) or self.prompt_refusal(leg.prompt_ids) or self.overload()
         if refusal is not None:
             reason, what = refusal
             self.end(leg, self._ending(Outcome.REJECTED, reason, what))
@@ -130,6 +132,7 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
             max_running=self.settings.max_running,
             chunked=self.settings.chunked,
             occupied=occupied,
+            waited=self._waited,
         )
 
     def _apply(self, plan: ColocatedPlan) -> None:
@@ -195,6 +198,10 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
         leg.ending = ending
         self.free_pages(leg)
         self.close(leg, self._clock())
+
+    def is_waiting(self, leg: ColocatedLeg) -> bool:
+        """Whether nothing of the prompt has been computed."""
+        return leg.state in (_S.ARRIVED, _S.QUEUED)
 
     def drain_expired(self, leg: ColocatedLeg) -> None:
         """Nothing drains here: no transfer touches the pages."""

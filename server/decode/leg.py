@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from server.generating import GeneratingLeg
-from server.request import DECODE_INFO, DECODE_TRANSITIONS, DecodeState
+from server.request import (
+    DECODE_INFO,
+    DECODE_TRANSITIONS,
+    PREFILL_INFO,
+    DecodeState,
+    PrefillState,
+)
 from server.wire.messages import Handoff, Peer
 
 
@@ -17,6 +23,7 @@ class DecodeLeg(GeneratingLeg[DecodeState]):
     handoff      boundary token, once prefill sent it
     copied       bytes per copy job whose completion was observed
     last_job     index of the last copy job, once it is known
+    settled      the transfer said that it will not write the pages any more
     """
 
     transitions = DECODE_TRANSITIONS
@@ -32,6 +39,7 @@ class DecodeLeg(GeneratingLeg[DecodeState]):
     handoff: Handoff | None = None
     copied: dict[int, int] = field(default_factory=dict[int, int])
     last_job: int | None = None
+    settled: bool = False
 
     @property
     def all_copied(self) -> bool:
@@ -41,4 +49,12 @@ class DecodeLeg(GeneratingLeg[DecodeState]):
     @property
     def may_be_written(self) -> bool:
         """Whether a transfer may still write the pages."""
-        return self.published and not self.all_copied
+        return self.published and not self.all_copied and not self.settled
+
+    @property
+    def waits_in(self) -> str:
+        """While KV is awaited: the stage in which prefill has the request, as far as is known."""
+        info = None
+        if self.state is DecodeState.AWAITING_KV and self.other:
+            info = PREFILL_INFO.get(PrefillState(self.other))
+        return self.stage if info is None else info.stage

@@ -1,7 +1,8 @@
 """The decode worker: reserves pages, waits for KV to land in them, and generates.
 
 Owns the decode legs and their pages; who gets pages and slots is decided by `server.decode.policy`,
-the running batch is `server.generating`.
+the running batch is `server.generating`, the watch over the other leg and the transfer process
+`server.paired`.
 """
 
 from __future__ import annotations
@@ -19,36 +20,34 @@ from server.decode.policy import DecodePlan, DecodeSnapshot, LandedSequence, pla
 from server.engine.base import Engine
 from server.faults import FaultHolds
 from server.generating import GeneratingScheduler
-from server.kv.transfer.base import Reason
 from server.loop_log import Doing
-from server.quarantine import Quarantine
-from server.request import DecodeState, Ending
+from server.paired import MAX_MISSES, PairedScheduler
+from server.request import DecodeState
 from server.scheduler import IDLE_WAIT_S, Ports
 from server.serve import serve
 from server.wire.messages import (
-    Abort,
     AnyMessage,
-    CancelCopies,
-    CopiesDrained,
     CopyDone,
     CopyFailed,
     DecodeRequest,
     Handoff,
+    LegStatus,
     PagesReserved,
+    Peer,
     PoolRef,
     WorkerLoad,
 )
 
 _S = DecodeState
+_WAITING = frozenset({_S.ARRIVED, _S.RESERVING})
+_WITHOUT_KV = frozenset({_S.ARRIVED, _S.RESERVING, _S.AWAITING_KV})
 
 
-class DecodeWorker(GeneratingScheduler[DecodeLeg]):
+class DecodeWorker(GeneratingScheduler[DecodeLeg], PairedScheduler[DecodeLeg]):
     """One decode process. `step` is a turn of its loop."""
 
     def __init__(self, config: ProcessConfig, engine: Engine, ports: Ports) -> None:
         super().__init__(config, engine, ports)
-        self.quarantine = Quarantine()
-        self.registration = self.new_registration()
         self.ballast = Ballast(self.allocator)
         self._pool = PoolRef(owner=config.instance, incarnation=config.incarnation)
         self._landing: list[str] = []  # requests whose KV this turn takes in
@@ -57,8 +56,6 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         """Receive, plan, run, publish."""
         self.receive(max_wait_s)
         now_ns = self._clock()
-        self.registration.ask(now_ns)
-        self.ask_again(self.quarantine, now_ns)
         self._notice(now_ns)
         self._note_landings()
         plan = plan_decode(self._snapshot(now_ns))
@@ -80,14 +77,8 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
                 self._handed_over(message)
             case CopyDone():
                 self._copied(message, arrived_ns)
-            case CopyFailed():
-                self._copy_failed(message)
-            case CopiesDrained():
-                self._drained(message)
-            case Abort():
-                self.aborted(message)
             case _:
-                self.ignore("unexpected", message)
+                super().handle(message, arrived_ns)
 
     def _receive_request(self, message: DecodeRequest, arrived_ns: int) -> None:
         if self.is_repeated(message):
@@ -119,7 +110,7 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
 
     def _open(self, leg: DecodeLeg, at_ns: int) -> None:
         leg.advance(_S.RESERVING, at_ns)
-        refusal = self.refusal(leg)
+        refusal = self.refusal(leg) or self.overload()
         if refusal is not None:
             reason, what = refusal
             self.end(leg, self._ending(Outcome.REJECTED, reason, what))
@@ -171,29 +162,10 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
             if leg.all_copied:
                 self.say_kept_waiting(leg, "hop.notice", arrived_ns)
 
-    def _copy_failed(self, message: CopyFailed) -> None:
-        if message.reason == Reason.UNKNOWN_POOL:
-            self.registration.forget()
-        leg = self.legs.get(message.handoff_id)
-        if leg is None:
-            self.ignore_unknown(message)
-        elif leg.state is _S.AWAITING_KV:
-            # That no more jobs will run does not say that the failed one let go of its pages, so
-            # this ends by draining, like every end before all has landed.
-            self.fail(leg, message.reason, message.message)
-        else:
-            self.ignore("late", message)
-
-    def _drained(self, message: CopiesDrained) -> None:
-        if self.registration.answered(message):
-            return
-        leg = self.legs.get(message.handoff_id)
-        if leg is not None and leg.state is _S.DRAINING:
-            self._close(leg)
-        elif self.quarantine.release(message.handoff_id):
-            self._again = True
-        else:
-            self.ignore_unknown(message)
+    def copies_failed(self, leg: DecodeLeg, message: CopyFailed) -> None:
+        """No pages are left to a transfer that is certain not to write them any more."""
+        leg.settled = message.settled
+        super().copies_failed(leg, message)
 
     def _notice(self, now_ns: int) -> None:
         """Move on the legs that no message moves: holds that are over, KV that is whole."""
@@ -299,7 +271,13 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         leg.own_pages = pages
         leg.marked_pages = len(pages)
         leg.advance(_S.AWAITING_KV, self._clock())
-        leg.published = self.send(
+        self._publish_pages(leg)
+
+    def _publish_pages(self, leg: DecodeLeg) -> None:
+        """If prefill cannot be reached just now, because it was started anew perhaps, it asks for
+        the pages once it can; and if it never can, it counts as gone."""
+        num_pages = self.engine.layout.pages_for(leg.generation.prompt_len)
+        sent = self.send(
             leg.prefill,
             PagesReserved(
                 handoff_id=leg.handoff_id,
@@ -307,12 +285,11 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
                 fingerprint=self.engine.info.fingerprint,
                 layout=self.engine.layout,
                 pool=self._pool,
-                pages=tuple(pages[: self.engine.layout.pages_for(leg.generation.prompt_len)]),
+                pages=tuple(leg.own_pages[:num_pages]),
                 transfer_address=self.config.transfer_address,
             ),
         )
-        if not leg.published:
-            self.fail(leg, "peer_unreachable", f"{leg.prefill.instance} cannot be reached")
+        leg.published = sent or leg.published
 
     def take_pages(self, num_pages: int, owner: str) -> list[int] | None:
         """Pages for a sequence that runs or comes back, if need be out of the ballast."""
@@ -332,21 +309,55 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
                 assert leg.handoff is not None
                 self.commit_first(leg, leg.handoff.token_id, now_ns)
 
+    # -- the other leg ------------------------------------------------------------------------
+
+    def counterpart(self, leg: DecodeLeg) -> Peer:
+        """The worker of the other leg."""
+        return leg.prefill
+
+    def needs_other(self, leg: DecodeLeg) -> bool:
+        """Until all of the KV is here."""
+        return leg.state in _WITHOUT_KV
+
+    def lacks(self, leg: DecodeLeg) -> str:
+        """Once the pages are published: the boundary token, and that the copies are done."""
+        if leg.state is not _S.AWAITING_KV:
+            return ""
+        return "handoff" if leg.handoff is None else "" if leg.all_copied else "copies"
+
+    def has_whole_kv(self, leg: DecodeLeg) -> bool:
+        """Whether the completion of every copy was observed."""
+        return leg.all_copied
+
+    def send_again(self, leg: DecodeLeg, lacking: str) -> None:
+        """The reservation may have been lost."""
+        if lacking == "pages" and leg.state is _S.AWAITING_KV:
+            self._publish_pages(leg)
+
+    def send_again_past(self, handoff_id: str, lacking: str, to: Peer) -> None:
+        """A leg that is over has no pages; that it is over is in the report."""
+
+    def other_completed(self, leg: DecodeLeg, status: LegStatus) -> None:
+        """Prefill has sent all, and what is lacking once more: that may be on its way."""
+        if self.lacks(leg) == "":
+            return
+        leg.misses += 1
+        if leg.misses >= MAX_MISSES:
+            self.fail(
+                leg,
+                "handoff_lost",
+                f"{leg.prefill.instance} has sent everything, the {self.lacks(leg)} did not arrive",
+            )
+
     # -- end ----------------------------------------------------------------------------------
 
-    def end(self, leg: DecodeLeg, ending: Ending, *, tell_peer: bool = True) -> None:
-        """Free the pages, or wait until the transfer has let go of them."""
-        if leg.ending is not None:
-            return
-        leg.ending = ending
-        if tell_peer:
-            self.abort_peer(leg.prefill, leg, ending)
-        if leg.state is not _S.AWAITING_KV or not leg.may_be_written:
-            self._close(leg)
-            return
-        assert self._transfer is not None
-        leg.advance(_S.DRAINING, self._clock())
-        self.send(self._transfer, CancelCopies(handoff_id=leg.handoff_id, reply_to=self.peer))
+    def is_copied(self, leg: DecodeLeg) -> bool:
+        """Whether the transfer may still write the pages."""
+        return leg.state is _S.AWAITING_KV and leg.may_be_written
+
+    def loses_with_transfer(self, leg: DecodeLeg) -> bool:
+        """Prefill knows which copies were open, and tells."""
+        return False
 
     def drain_expired(self, leg: DecodeLeg) -> None:
         """Keep the pages out of use: the transfer may still write them."""
@@ -358,9 +369,14 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg]):
         self.allocator.release(leg.own_pages, leg.handoff_id)
         leg.own_pages = []
 
-    def _close(self, leg: DecodeLeg) -> None:
+    def free_and_close(self, leg: DecodeLeg) -> None:
+        """Free the pages and close `leg`."""
         self.free_pages(leg)
         self.close(leg, self._clock())
+
+    def is_waiting(self, leg: DecodeLeg) -> bool:
+        """Whether no pages are reserved yet."""
+        return leg.state in _WAITING
 
     # -- publish ------------------------------------------------------------------------------
 

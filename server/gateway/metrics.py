@@ -18,7 +18,9 @@ from prometheus_client import (
     Histogram,
     disable_created_metrics,
 )
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 import pdtrace
 from pdtrace.agent.buckets import duration_edges_from
@@ -32,6 +34,32 @@ BUCKETS_S = duration_edges_from(os.environ)
 MEASURED_STAGES = ("gateway.ingest", "gateway.queue", "gateway.route", "gateway.dispatch")
 
 _logger = logging.getLogger(__name__)
+
+
+class _IgnoredByWorkers(Collector):
+    """What the processes' heartbeats say of messages that changed nothing."""
+
+    def __init__(self, members: Callable[[], Iterable[MemberReport]]) -> None:
+        self._members = members
+
+    def describe(self) -> Iterable[CounterMetricFamily]:
+        return [self._family()]
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        family = self._family()
+        for report in self._members():
+            for key, count in sorted(report.ignored.items()):
+                why, _, kind = key.partition(".")
+                family.add_metric((report.instance, why, kind), count)
+        return [family]
+
+    @staticmethod
+    def _family() -> CounterMetricFamily:
+        return CounterMetricFamily(
+            "pd_messages_ignored",
+            "Messages that changed nothing at a process: why, and of which type.",
+            labels=("process", "why", "type"),
+        )
 
 
 class GatewayMetrics:
@@ -138,6 +166,7 @@ class GatewayMetrics:
             ("role", "instance"),
             registry=self.registry,
         )
+        self.registry.register(_IgnoredByWorkers(members))
         # A series that appears with its first event hides that event from rate().
         self._retries.labels(WorkerLost.code, Outcome.COMPLETED)
         for operation in Operation:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pdtrace.stages import Role
@@ -46,6 +46,7 @@ class MemberReport:
     progress_age_s    seconds since its loop last went round, 0 while it is idle and beating
     heartbeat_age_s   seconds since its last heartbeat
     reason            why it is not ready, None when it is
+    ignored           messages without effect since it started, as "why.Type"
     """
 
     instance: str
@@ -54,6 +55,7 @@ class MemberReport:
     progress_age_s: float
     heartbeat_age_s: float
     reason: str | None
+    ignored: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -239,6 +241,7 @@ class Registry:
             progress_age_s=self._progress_age_s(member, now_s),
             heartbeat_age_s=max(0.0, now_s - member.seen_s),
             reason=reason,
+            ignored=member.heartbeat.ignored,
         )
 
     def _progress_age_s(self, member: _Member, now_s: float) -> float:

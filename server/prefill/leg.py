@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from server.engine.base import SamplingParams
 from server.kv.radix import Match
 from server.request import PREFILL_INFO, PREFILL_TRANSITIONS, Leg, PrefillState
-from server.wire.messages import PagesReserved, Peer
+from server.wire.messages import CopyDone, Handoff, PagesReserved, Peer
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -19,7 +19,9 @@ class PrefillLeg(Leg[PrefillState]):
     started       number of the step that ran its first chunk
     computed      positions whose KV is in the pages, the cached ones included
     pages_sent    source pages that copy jobs name so far
-    jobs_done     indices of the jobs whose completion was observed
+    jobs_done     completions observed, by index of the job
+    landed        decode has all of the KV, whatever became of its completions' messages here
+    handoff       what decode was sent, once the prompt was computed
     token_id      boundary token, once the last chunk has run
     passes        how often later prompts started while this one lacked pages
     """
@@ -44,7 +46,9 @@ class PrefillLeg(Leg[PrefillState]):
     pages_sent: int = 0
     num_jobs: int = 0
     last_job_sent: bool = False
-    jobs_done: set[int] = field(default_factory=set[int])
+    jobs_done: dict[int, CopyDone] = field(default_factory=dict[int, CopyDone])
+    landed: bool = False
+    handoff: Handoff | None = None
     token_id: int | None = None
     passes: int = 0
     batch_size: int = 0
@@ -74,7 +78,7 @@ class PrefillLeg(Leg[PrefillState]):
     @property
     def copies_open(self) -> bool:
         """Whether the transfer may still read source pages."""
-        return len(self.jobs_done) < self.num_jobs
+        return len(self.jobs_done) < self.num_jobs and not self.landed
 
     @property
     def all_copied(self) -> bool:

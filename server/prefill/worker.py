@@ -1,7 +1,8 @@
 """The prefill worker: computes prompts chunk by chunk and hands them to decode.
 
 Owns the prefill legs, the prefix cache and the copy jobs; what a step computes is decided by
-`server.prefill.policy`, what fits together by `server.prefill.handshake`.
+`server.prefill.policy`, what fits together by `server.prefill.handshake`. The watch over the other
+leg and the transfer process is `server.paired`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from server.engine.validation import check_sampling
 from server.faults import FaultHolds
 from server.kv.radix import LOCK_OWNER, RadixCache
 from server.kv.radix import OWNER as CACHE
-from server.kv.transfer.base import Reason
+from server.paired import PairedScheduler
 from server.prefill.handshake import find_mismatch
 from server.prefill.leg import PrefillLeg
 from server.prefill.policy import (
@@ -28,20 +29,18 @@ from server.prefill.policy import (
     plan_prefill,
 )
 from server.prompts import PromptPages, chunk_work
-from server.quarantine import Quarantine
-from server.request import NS_PER_S, Ending, PrefillState
-from server.scheduler import IDLE_WAIT_S, Ports, Scheduler
+from server.request import NS_PER_S, PrefillState
+from server.scheduler import IDLE_WAIT_S, Ports
 from server.serve import serve
 from server.wire.messages import (
     Abort,
     AnyMessage,
-    CancelCopies,
-    CopiesDrained,
     CopyDone,
-    CopyFailed,
     CopyJob,
     Handoff,
+    LegStatus,
     PagesReserved,
+    Peer,
     PoolRef,
     PrefillRequest,
     TokenItem,
@@ -49,28 +48,29 @@ from server.wire.messages import (
 )
 
 MAX_EARLY_RESERVATIONS = 1024
+MAX_HANDED_OVER = 1024
+"""Handoffs that are over here and may have to be told of again."""
 _S = PrefillState
+_WAITING = frozenset({_S.ARRIVED, _S.BOOTSTRAP, _S.QUEUED})
 
 
-class PrefillWorker(Scheduler[PrefillLeg]):
+class PrefillWorker(PairedScheduler[PrefillLeg]):
     """One prefill process. `step` is a turn of its loop."""
 
     def __init__(self, config: ProcessConfig, engine: Engine, ports: Ports) -> None:
         super().__init__(config, engine, ports)
         self.cache = RadixCache(self.allocator, engine.layout.page_size)
         self._prompts = PromptPages(self.allocator, self.cache)
-        self.quarantine = Quarantine()
-        self.registration = self.new_registration()
         self._pool = PoolRef(owner=config.instance, incarnation=config.incarnation)
         # Reservations that came before their request, oldest first.
         self._early: OrderedDict[str, tuple[PagesReserved, int]] = OrderedDict()
+        # What decode was told of handoffs that completed here, oldest first.
+        self._handed_over: OrderedDict[str, tuple[AnyMessage, ...]] = OrderedDict()
 
     def step(self, max_wait_s: float = IDLE_WAIT_S) -> None:
         """Receive, plan, run, publish."""
         self.receive(max_wait_s)
         now_ns = self._clock()
-        self.registration.ask(now_ns)
-        self.ask_again(self.quarantine, now_ns)
         self._shake_hands(now_ns)
         self._finish_computed(now_ns)
         plan = plan_prefill(self._snapshot(now_ns))
@@ -91,15 +91,11 @@ class PrefillWorker(Scheduler[PrefillLeg]):
                 self._receive_pages(message, arrived_ns)
             case CopyDone():
                 self._copied(message)
-            case CopyFailed():
-                self._copy_failed(message)
-            case CopiesDrained():
-                self._drained(message)
             case Abort():
                 self._early.pop(message.handoff_id, None)
                 self.aborted(message)
             case _:
-                self.ignore("unexpected", message)
+                super().handle(message, arrived_ns)
 
     def _receive_request(self, message: PrefillRequest, arrived_ns: int) -> None:
         if self.is_repeated(message):
@@ -143,7 +139,7 @@ class PrefillWorker(Scheduler[PrefillLeg]):
             check_sampling(leg.sampling)
         except ValueError as error:
             return "invalid_request", str(error)
-        return self.prompt_refusal(leg.prompt_ids)
+        return self.prompt_refusal(leg.prompt_ids) or self.overload()
 
     def _receive_pages(self, message: PagesReserved, arrived_ns: int) -> None:
         leg = self.legs.get(message.handoff_id)
@@ -154,7 +150,11 @@ class PrefillWorker(Scheduler[PrefillLeg]):
             self.ignore("late", message)
         else:
             self._early[message.handoff_id] = (message, arrived_ns)
-            self._forget_early(arrived_ns)
+
+    def watch(self, now_ns: int) -> None:
+        """Also let go of what no request claimed in time."""
+        super().watch(now_ns)
+        self._forget_early(now_ns)
 
     def _forget_early(self, now_ns: int) -> None:
         """Drop reservations whose request will not come any more."""
@@ -173,6 +173,7 @@ class PrefillWorker(Scheduler[PrefillLeg]):
             self.ignore("duplicate", message)
         else:
             leg.reservation = message
+            leg.limit("handshake_s", self._clock())
 
     def _shake_hands(self, now_ns: int) -> None:
         if not self.registration.known:
@@ -200,36 +201,21 @@ class PrefillWorker(Scheduler[PrefillLeg]):
         elif message.index in leg.jobs_done or not 0 <= message.index < leg.num_jobs:
             self.ignore("duplicate", message)
         else:
-            leg.jobs_done.add(message.index)
+            leg.jobs_done[message.index] = message
             if leg.state is not _S.SENDING:
                 return
             if leg.all_copied:
-                leg.ending = self.completed()
-                self._close(leg)
+                self._complete(leg)
             else:
                 self._say_held(leg)
 
-    def _copy_failed(self, message: CopyFailed) -> None:
-        if message.reason == Reason.UNKNOWN_POOL:
-            self.registration.forget()
-        leg = self.legs.get(message.handoff_id)
-        if leg is None:
-            self.ignore_unknown(message)
-        else:
-            # That no more jobs will run does not say that the failed one let go of its pages, so
-            # this ends by draining, like every end with copies open.
-            self.fail(leg, message.reason, message.message)
-
-    def _drained(self, message: CopiesDrained) -> None:
-        if self.registration.answered(message):
-            return
-        leg = self.legs.get(message.handoff_id)
-        if leg is not None and leg.state is _S.DRAINING:
-            self._close(leg)
-        elif self.quarantine.release(message.handoff_id):
-            self._again = True
-        else:
-            self.ignore_unknown(message)
+    def _complete(self, leg: PrefillLeg) -> None:
+        assert leg.handoff is not None
+        self._handed_over[leg.handoff_id] = (leg.handoff, *leg.jobs_done.values())
+        while len(self._handed_over) > MAX_HANDED_OVER:
+            self._handed_over.popitem(last=False)
+        leg.ending = self.completed()
+        self.free_and_close(leg)
 
     # -- plan ---------------------------------------------------------------------------------
 
@@ -327,17 +313,14 @@ class PrefillWorker(Scheduler[PrefillLeg]):
         )
 
     def _hand_over(self, leg: PrefillLeg, token_id: int, now_ns: int) -> None:
-        sent = self.send(
-            leg.decode,
-            Handoff(
-                handoff_id=leg.handoff_id,
-                token_id=token_id,
-                prompt_len=leg.prompt_len,
-                prompt_digest=leg.prompt_digest,
-                cached_tokens=leg.cached_tokens,
-            ),
+        leg.handoff = Handoff(
+            handoff_id=leg.handoff_id,
+            token_id=token_id,
+            prompt_len=leg.prompt_len,
+            prompt_digest=leg.prompt_digest,
+            cached_tokens=leg.cached_tokens,
         )
-        if not sent:
+        if not self.send(leg.decode, leg.handoff):
             self.fail(leg, "peer_unreachable", f"{leg.decode.instance} cannot be reached")
             return
         if not leg.early:
@@ -360,7 +343,7 @@ class PrefillWorker(Scheduler[PrefillLeg]):
         """Have source pages up to `end_page` copied that no job names yet."""
         if end_page <= leg.pages_sent:
             return
-        assert leg.reservation is not None and self._transfer is not None
+        assert leg.reservation is not None
         span = slice(leg.pages_sent, end_page)
         sent = self.send(
             self._transfer,
@@ -379,6 +362,7 @@ class PrefillWorker(Scheduler[PrefillLeg]):
             ),
         )
         if not sent:
+            self.registration.forget()  # others wait until it answers
             self.fail(leg, "peer_unreachable", "the transfer process cannot be reached")
             return
         leg.pages_sent = end_page
@@ -387,28 +371,58 @@ class PrefillWorker(Scheduler[PrefillLeg]):
         if last:
             self._say_held(leg)
 
+    # -- the other leg ------------------------------------------------------------------------
+
+    def counterpart(self, leg: PrefillLeg) -> Peer:
+        """The worker of the other leg."""
+        return leg.decode
+
+    def needs_other(self, leg: PrefillLeg) -> bool:
+        """Until the end: what decode does not wait for any more need not be computed or sent."""
+        return leg.state is not _S.DRAINING
+
+    def lacks(self, leg: PrefillLeg) -> str:
+        """Decode's pages are all that is waited for."""
+        return "pages" if leg.state is _S.BOOTSTRAP and leg.reservation is None else ""
+
+    def has_whole_kv(self, leg: PrefillLeg) -> bool:
+        """Once it has, the leg is closed."""
+        return False
+
+    def send_again(self, leg: PrefillLeg, lacking: str) -> None:
+        """The handoff may have been lost."""
+        if lacking == "handoff" and leg.handoff is not None:
+            self.send(leg.decode, leg.handoff)
+
+    def send_again_past(self, handoff_id: str, lacking: str, to: Peer) -> None:
+        """The handoff and the completions that were observed here may have been lost on the way."""
+        for message in self._handed_over.get(handoff_id, ()):
+            self.send(to, message)
+
+    def other_completed(self, leg: PrefillLeg, status: LegStatus) -> None:
+        """All copies are done, or decode could not have all of the KV."""
+        leg.other = status.state
+        if leg.state is _S.SENDING and leg.last_job_sent:
+            leg.landed = True
+            self._complete(leg)
+
     # -- end ----------------------------------------------------------------------------------
 
-    def end(self, leg: PrefillLeg, ending: Ending, *, tell_peer: bool = True) -> None:
-        """Free the source pages, or wait until the transfer has let go of them."""
-        if leg.ending is not None:
-            return
-        leg.ending = ending
-        if tell_peer:
-            self.abort_peer(leg.decode, leg, ending)
-        if not leg.copies_open:
-            self._close(leg)
-            return
-        assert self._transfer is not None
-        leg.advance(_S.DRAINING, self._clock())
-        self.send(self._transfer, CancelCopies(handoff_id=leg.handoff_id, reply_to=self.peer))
+    def is_copied(self, leg: PrefillLeg) -> bool:
+        """Whether the transfer may still read source pages."""
+        return leg.copies_open
+
+    def loses_with_transfer(self, leg: PrefillLeg) -> bool:
+        """A successor runs no job whose predecessors it does not know of."""
+        return leg.num_jobs > 0 and not leg.all_copied
 
     def drain_expired(self, leg: PrefillLeg) -> None:
         """Keep the pages out of use; the locked prefix stays locked with them."""
         self.quarantine.keep(leg.handoff_id, leg.num_pages, lambda: self._release(leg))
         self.close(leg, self._clock())
 
-    def _close(self, leg: PrefillLeg) -> None:
+    def free_and_close(self, leg: PrefillLeg) -> None:
+        """Free the source pages and close `leg`."""
         self._release(leg)
         self.close(leg, self._clock())
 
@@ -416,6 +430,10 @@ class PrefillWorker(Scheduler[PrefillLeg]):
         if leg.match is not None:
             self.allocator.release(leg.own_pages, leg.handoff_id)
             self.cache.unlock(leg.match)
+
+    def is_waiting(self, leg: PrefillLeg) -> bool:
+        """Whether nothing of the prompt has been computed."""
+        return leg.state in _WAITING
 
     # -- publish ------------------------------------------------------------------------------
 

@@ -68,6 +68,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
     progress_age_s   seconds since the scheduler loop last went round (0 while it is idle)
     busy             whether it has work: an old `progress_age_s` with work is a hang
+    ignored          messages without effect since its start, as "why.Type"
     """
 
     peer: Peer
@@ -80,6 +81,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     draining: bool = False
     info: ModelInfo | None = None
     layout: KvLayout | None = None
+    ignored: dict[str, int] = {}
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):
@@ -208,6 +210,40 @@ class Abort(Message, frozen=True, kw_only=True):
     reason: str
     message: str
     by: str
+
+
+class LegStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker knows of its leg of a handoff.
+
+    state     of the leg; "closed" once it has ended, "" when the handoff was never heard of
+    lacks     what it waits for that the other leg's worker sends: "pages", "handoff", "copies", ""
+    whole     all of the KV has landed
+    outcome, reason, message, by   of its end
+    """
+
+    handoff_id: str
+    state: str = ""
+    lacks: str = ""
+    whole: bool = False
+    outcome: str = ""
+    reason: str = ""
+    message: str = ""
+    by: str = ""
+
+
+class LegProbe(Message, frozen=True, kw_only=True):
+    """Leg's worker → other leg's worker, every `heartbeat_s` while legs wait for each other: mine
+    are like this, how are yours?"""
+
+    asker: Peer
+    legs: tuple[LegStatus, ...]
+
+
+class LegReport(Message, frozen=True, kw_only=True):
+    """Answer to LegProbe, behind what is sent again of what the asker lacks."""
+
+    peer: Peer
+    legs: tuple[LegStatus, ...]
 
 
 # -- transfer ---------------------------------------------------------------------------------
@@ -342,6 +378,8 @@ AnyMessage = (
     | PagesReserved
     | Handoff
     | Abort
+    | LegProbe
+    | LegReport
     | CopyJob
     | CopyDone
     | CopyFailed

@@ -32,6 +32,7 @@ def gateway(accept: str) -> str:
         progress_age_s=0.5,
         heartbeat_age_s=0.1,
         reason=None,
+        ignored={"late.CopyDone": 2},
     )
     metrics = GatewayMetrics(
         model="m", in_flight=lambda: 1, waiting=lambda: 0, members=lambda: [member]

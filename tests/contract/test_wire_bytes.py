@@ -40,6 +40,9 @@ from server.wire.messages import (
     HeartbeatAck,
     InjectFaults,
     LegClosed,
+    LegProbe,
+    LegReport,
+    LegStatus,
     PagesReserved,
     Peer,
     PoolRef,
@@ -92,6 +95,7 @@ MESSAGES: list[AnyMessage] = [
             eos_token_ids=(2, 0),
         ),
         layout=LAYOUT,
+        ignored={"late.CopyDone": 3},
     ),
     HeartbeatAck(
         incarnation="bb",
@@ -161,6 +165,23 @@ MESSAGES: list[AnyMessage] = [
     Abort(
         handoff_id="ho-1", outcome="failed", reason="kv_timeout", message="too late", by="decode-0"
     ),
+    LegProbe(
+        asker=DECODE, legs=(LegStatus(handoff_id="ho-1", state="awaiting_kv", lacks="handoff"),)
+    ),
+    LegReport(
+        peer=PREFILL,
+        legs=(
+            LegStatus(handoff_id="ho-1", state="sending", whole=True),
+            LegStatus(
+                handoff_id="ho-2",
+                state="closed",
+                outcome="failed",
+                reason="engine_error",
+                message="no",
+                by="prefill-0",
+            ),
+        ),
+    ),
     CopyJob(
         context=CONTEXT,
         index=1,
@@ -210,7 +231,7 @@ MESSAGES: list[AnyMessage] = [
 
 GOLDEN: dict[str, str] = {
     "Heartbeat": (
-        "504454028ba474797065a9486561727462656174a47065657283a8696e7374616e6365a86465636f64652d30"
+        "504454028ca474797065a9486561727462656174a47065657283a8696e7374616e6365a86465636f64652d30"
         "a8656e64706f696e74ac6970633a2f2f2f72756e2f64ab696e6361726e6174696f6ea26262a4726f6c65a664"
         "65636f6465a373657103a773656e745f6e73cf000000e8d4a5107ba46c6f616485ab70616765735f746f7461"
         "6ccd0200aa70616765735f66726565cd01f4a772756e6e696e6702a777616974696e6701ad7175657565645f"
@@ -218,7 +239,8 @@ GOLDEN: dict[str, str] = {
         "6e696e67c3a4696e666f85a46e616d65a4736d6f6cab66696e6765727072696e74a466303064aa766f636162"
         "5f73697a65cdc000ae636f6e746578745f6c656e677468cd0800ad656f735f746f6b656e5f696473920200a6"
         "6c61796f757485aa6e756d5f6c61796572731eac6e756d5f6b765f686561647303a8686561645f64696d40a9"
-        "706167655f73697a6510a56474797065a7666c6f61743332"
+        "706167655f73697a6510a56474797065a7666c6f61743332a769676e6f72656481ad6c6174652e436f707944"
+        "6f6e6503"
     ),
     "HeartbeatAck": (
         "5044540288a474797065ac48656172746265617441636bab696e6361726e6174696f6ea26262a373657103a7"
@@ -291,6 +313,21 @@ GOLDEN: dict[str, str] = {
         "5044540286a474797065a541626f7274aa68616e646f66665f6964a4686f2d31a76f7574636f6d65a6666169"
         "6c6564a6726561736f6eaa6b765f74696d656f7574a76d657373616765a8746f6f206c617465a26279a86465"
         "636f64652d30"
+    ),
+    "LegProbe": (
+        "5044540283a474797065a84c656750726f6265a561736b657283a8696e7374616e6365a86465636f64652d30"
+        "a8656e64706f696e74ac6970633a2f2f2f72756e2f64ab696e6361726e6174696f6ea26262a46c6567739188"
+        "aa68616e646f66665f6964a4686f2d31a57374617465ab6177616974696e675f6b76a56c61636b73a768616e"
+        "646f6666a577686f6c65c2a76f7574636f6d65a0a6726561736f6ea0a76d657373616765a0a26279a0"
+    ),
+    "LegReport": (
+        "5044540283a474797065a94c65675265706f7274a47065657283a8696e7374616e6365a970726566696c6c2d"
+        "30a8656e64706f696e74ac6970633a2f2f2f72756e2f70ab696e6361726e6174696f6ea26161a46c65677392"
+        "88aa68616e646f66665f6964a4686f2d31a57374617465a773656e64696e67a56c61636b73a0a577686f6c65"
+        "c3a76f7574636f6d65a0a6726561736f6ea0a76d657373616765a0a26279a088aa68616e646f66665f6964a4"
+        "686f2d32a57374617465a6636c6f736564a56c61636b73a0a577686f6c65c2a76f7574636f6d65a66661696c"
+        "6564a6726561736f6eac656e67696e655f6572726f72a76d657373616765a26e6fa26279a970726566696c6c"
+        "2d30"
     ),
     "CopyJob": (
         "504454028ca474797065a7436f70794a6f62a7636f6e746578749aa67265712dc3a9d9203061663736353139"

@@ -26,7 +26,7 @@ from server.engine.fake import FakeEngine, FakeModel, StepShape
 from server.heartbeat import Progress
 from server.kv.layout import KvLayout
 from server.prefill.worker import PrefillWorker
-from server.scheduler import Ports, Scheduler
+from server.scheduler import IDLE_WAIT_S, Ports, Scheduler
 from server.wire.messages import (
     AnyMessage,
     Cancel,
@@ -37,6 +37,7 @@ from server.wire.messages import (
     CopyFailed,
     CopyJob,
     DecodeRequest,
+    HeartbeatAck,
     LegClosed,
     Peer,
     PrefillRequest,
@@ -79,6 +80,10 @@ def by_kind(*, decode: Callable[[int], float] | float = 0.0, prompt_token: float
     return step_time
 
 
+def nothing_lost(_receiver: str, _message: AnyMessage) -> bool:
+    return False
+
+
 @dataclass(slots=True)
 class Channels:
     """All messages on their way, by (sender, receiver)."""
@@ -88,11 +93,17 @@ class Channels:
     )
     cut: set[str] = field(default_factory=set[str])
     """Endpoints that cannot be reached: sends to them fail."""
+    loses: Callable[[str, AnyMessage], bool] = nothing_lost
+    """Whether a message is lost on its way to a receiver. Its sender does not notice."""
+    lost: list[AnyMessage] = field(default_factory=list[AnyMessage])
 
     def names(self) -> list[tuple[str, str]]:
         return sorted(name for name, messages in self.waiting.items() if messages)
 
     def put(self, sender: str, receiver: str, message: AnyMessage) -> None:
+        if self.loses(receiver, message):
+            self.lost.append(message)
+            return
         # Encoded and decoded, so that what is no wire message cannot pass.
         self.waiting.setdefault((sender, receiver), deque()).append(decode(encode(message)))
 
@@ -140,6 +151,8 @@ class TransferDouble:
         self._over: set[str] = set()
         self._seen: set[tuple[str, int]] = set()
         self.fail_next: str | None = None
+        self.settled = True
+        """Whether failed copies say that the destination is not written any more."""
         self.failed: list[str] = []
         self._registered: set[tuple[str, str]] = set()
         self.peer = Peer(instance="transfer-0", endpoint="transfer", incarnation="t1")
@@ -208,7 +221,7 @@ class TransferDouble:
                 index=job.index,
                 reason=self.fail_next,
                 message="injected",
-                settled=True,
+                settled=self.settled,
             )
             self.fail_next = None
             self._end(handoff_id)
@@ -314,8 +327,10 @@ class Cluster:
                 "decode-0": Role.DECODE,
             }
         )
+        self._directory = directory
+        self._decode_model = decode_model or model
         for instance, role in roles.items():
-            self._add_worker(directory, instance, role, decode_model or model)
+            self._add_worker(instance, role, life=1)
         self.transfer = TransferDouble(BusOutbox("transfer", self.channels), self.engines)
         if registered and not colocated:
             self.step()
@@ -324,25 +339,23 @@ class Cluster:
             assert self.decode.registration.known
             self.delivered.clear()
 
-    def _add_worker(
-        self, directory: Path, instance: str, role: Role, decode_model: FakeModel
-    ) -> None:
+    def _add_worker(self, instance: str, role: Role, *, life: int) -> None:
         config = ProcessConfig(
             settings=self.settings,
             role=role,
             instance=instance,
-            incarnation=f"{instance}-1",
+            incarnation=f"{instance}-{life}",
             endpoint=instance,
             gateway_endpoint="gateway",
             transfer_endpoint=None if role is Role.WORKER else "transfer",
         )
         pages = self.settings.prefill_pages if role is Role.PREFILL else self.settings.decode_pages
         engine = FakeEngine(
-            pool_path=directory / f"{instance}.kv",
+            pool_path=self._directory / f"{instance}-{life}.kv",
             owner=instance,
             num_pages=pages,
             page_size=self.settings.page_size,
-            model=decode_model if role is Role.DECODE else self.model,
+            model=self._decode_model if role is Role.DECODE else self.model,
             step_time=self._take_step,
             sleep=lambda seconds: self.clock.advance(s=seconds),
         )
@@ -361,6 +374,33 @@ class Cluster:
             Role.WORKER: ColocatedWorker,
         }
         self.workers[instance] = classes[role](config, engine, ports)
+
+    def restart(self, instance: str) -> None:
+        """A worker is killed, with all that lay in its inbox, and started again."""
+        role = {"prefill": Role.PREFILL, "decode": Role.DECODE, "worker": Role.WORKER}[
+            instance.rpartition("-")[0]
+        ]
+        life = int(self.workers[instance].peer.incarnation.rpartition("-")[2]) + 1
+        self.engines[instance].close()
+        self._add_worker(instance, role, life=life)
+
+    def answer_beats(self, gateway: Peer | None = None) -> None:
+        """The gateway answers a heartbeat of every worker."""
+        for instance, worker in self.workers.items():
+            now_ns = self.clock.monotonic_ns()
+            self.channels.put(
+                "gateway",
+                instance,
+                HeartbeatAck(
+                    incarnation=worker.peer.incarnation,
+                    seq=0,
+                    sent_ns=now_ns,
+                    received_ns=now_ns,
+                    answered_ns=now_ns,
+                    clock_id="",
+                    gateway=self.gateway if gateway is None else gateway,
+                ),
+            )
 
     def _take_step(self, shape: StepShape) -> float:
         return self.step_time(shape)
@@ -519,8 +559,9 @@ class Cluster:
         self.transfer.step()
         self.deliver_all()
 
-    def settle(self, *, max_turns: int = 3000) -> None:
-        """Run until nothing is in flight, moving the clock to the next timer when all wait."""
+    def settle(self, *, max_turns: int = 20_000) -> None:
+        """Run until nothing is in flight, moving the clock when all wait: to the next timer, or as
+        far as an idle loop sleeps."""
         for _ in range(max_turns):
             before = self._progress()
             self.step()
@@ -560,7 +601,7 @@ class Cluster:
         ]
         now_ns = self.clock.monotonic_ns()
         if wakes and min(wakes) > now_ns:
-            self.clock.advance(ns=min(wakes) - now_ns)
+            self.clock.advance(ns=min(min(wakes) - now_ns, round(IDLE_WAIT_S * 1e9)))
 
     def _hear(self, message: AnyMessage) -> None:
         match message:

@@ -19,10 +19,12 @@ from server.config import COLOCATED, ProcessConfig, Settings
 from server.engine.base import SamplingParams
 from server.wire.endpoints import EndpointDirectory
 from server.wire.messages import (
+    AnyMessage,
     Cancel,
     ColocatedRequest,
     DecodeRequest,
     Heartbeat,
+    HeartbeatAck,
     LegClosed,
     Peer,
     PrefillRequest,
@@ -61,12 +63,16 @@ class Answer:
 
 
 class Processes:
-    """The processes of one server but its gateway, which the test plays."""
+    """The processes of one server but its gateway, which the test plays.
+
+    answers_beats   whether heartbeats are answered; a gateway that once did is watched
+    """
 
     def __init__(self, run_dir: Path, settings: Settings) -> None:
         self.run_dir = run_dir
         self.settings = settings
         self.answers: dict[str, Answer] = {}
+        self.answers_beats = False
         self.peers: dict[str, Peer] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._endpoints = EndpointDirectory(run_dir)
@@ -90,15 +96,15 @@ class Processes:
         self.start_some(*self.legs)
         self.wait_until(lambda: set(self._children) <= set(self.peers), START_S)
 
-    def start_some(self, *instances: str) -> None:
-        """Start these processes."""
+    def start_some(self, *instances: str, life: int = 1) -> None:
+        """Start these processes; `life` 2 is the second under the same name."""
         for instance in instances:
             role = instance.rpartition("-")[0]
             config = ProcessConfig(
                 settings=self.settings,
                 role=role,
                 instance=instance,
-                incarnation=f"{instance}-1",
+                incarnation=f"{instance}-{life}",
                 endpoint=self._endpoints.endpoint(instance),
                 gateway_endpoint=self._gateway.endpoint,
                 transfer_endpoint=(
@@ -181,7 +187,7 @@ class Processes:
                 gateway=self._gateway,
                 faults=faults or {},
             )
-            assert self._outbox.send(self.peers["worker-0"].endpoint, request)
+            self._send("worker-0", request)
             return context.handoff_id
         decode = DecodeRequest(
             context=context,
@@ -207,12 +213,16 @@ class Processes:
             gateway=self._gateway,
             faults=faults or {},
         )
-        assert self._outbox.send(self.peers["decode-0"].endpoint, decode)
-        assert self._outbox.send(self.peers["prefill-0"].endpoint, prefill)
+        self._send("decode-0", decode)
+        self._send("prefill-0", prefill)
         return context.handoff_id
 
-    def cancel(self, handoff_id: str) -> None:
-        """The client went away: tell every leg."""
+    def _send(self, instance: str, message: AnyMessage) -> None:
+        """One that was started anew is reachable once the socket has noticed."""
+        self.wait_until(lambda: self._outbox.send(self.peers[instance].endpoint, message))
+
+    def cancel(self, handoff_id: str, *legs: str) -> None:
+        """The client went away: tell every leg, or these alone."""
         message = Cancel(
             handoff_id=handoff_id,
             outcome="cancelled",
@@ -220,7 +230,7 @@ class Processes:
             by="client",
             gateway=self._gateway,
         )
-        for instance in self.legs:
+        for instance in legs or self.legs:
             self._outbox.send(self.peers[instance].endpoint, message)
 
     def wait_closed(self, *handoff_ids: str, timeout_s: float = ANSWER_S) -> None:
@@ -247,8 +257,10 @@ class Processes:
             if received is None:
                 continue
             match received.message:
-                case Heartbeat(peer=peer):
+                case Heartbeat(peer=peer) as beat:
                     self.peers[peer.instance] = peer
+                    if self.answers_beats:
+                        self._answer(beat, received.arrived_ns)
                 case Tokens(instance=instance, items=items):
                     for item in items:
                         answer = self.answers[item.handoff_id]
@@ -260,6 +272,20 @@ class Processes:
                     self.answers[handoff_id].closed[instance] = closed
                 case other:
                     raise AssertionError(f"gateway got {other}")
+
+    def _answer(self, beat: Heartbeat, arrived_ns: int) -> None:
+        self._outbox.send(
+            beat.peer.endpoint,
+            HeartbeatAck(
+                incarnation=beat.peer.incarnation,
+                seq=beat.seq,
+                sent_ns=beat.sent_ns,
+                received_ns=arrived_ns,
+                answered_ns=time.monotonic_ns(),
+                clock_id="",
+                gateway=self._gateway,
+            ),
+        )
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ def play(
 ) -> None:
     """Random turns, deliveries, repetitions and mishaps."""
     kinds = ["deliver"] * 6 + ["turn"] * 4 + ["transfer"] * 2 + ["replay"]
-    kinds += ["cancel", "fail", "hang"] * cancels + ["sleep"] * sleeps
+    kinds += ["cancel", "fail", "hang", "lose", "start anew"] * cancels + ["sleep"] * sleeps
     for _ in range(data.draw(st.integers(0, num_actions))):
         kind = data.draw(st.sampled_from(kinds))
         names = cluster.channels.names()
@@ -59,6 +59,12 @@ def play(
             cluster.transfer.fail_next = "peer_lost"
         elif kind == "hang":
             cluster.transfer.silent = not cluster.transfer.silent
+        elif kind == "lose":
+            between = [name for name in names if "gateway" not in name]
+            if between:
+                cluster.channels.waiting[data.draw(st.sampled_from(between))].popleft()
+        elif kind == "start anew":
+            cluster.transfer.restart()
         elif kind == "sleep":
             cluster.clock.advance(s=data.draw(st.sampled_from([0.1, 9.0, 40.0])))
     cluster.transfer.silent = False
@@ -101,7 +107,7 @@ def test_any_order_without_cancel_completes_every_request_with_its_tokens(
 
 @given(data=st.data(), requests=REQUESTS)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_order_with_cancels_and_deadlines_gives_one_outcome_and_leaks_nothing(
+def test_any_order_with_losses_cancels_and_deadlines_gives_one_outcome_and_leaks_nothing(
     data: st.DataObject, requests: list[tuple[list[int], int, bool]]
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -112,6 +118,10 @@ def test_any_order_with_cancels_and_deadlines_gives_one_outcome_and_leaks_nothin
         }
         play(cluster, data, cancels=True, sleeps=True, num_actions=60)
         cluster.settle()
+        for _ in range(100):  # pages kept from the transfer are asked for now and then
+            if not cluster.prefill.quarantine.owners | cluster.decode.quarantine.owners:
+                break
+            cluster.run_for(250, turn_ms=250)
         for handoff_id, (prompt, max_tokens) in submitted.items():
             result = cluster.results[handoff_id]
             for instance in ("prefill-0", "decode-0"):

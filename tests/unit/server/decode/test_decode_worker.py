@@ -9,7 +9,7 @@ import pytest
 from pdtrace.stages import GapCause, Mark, Role, WaitReason
 from server.config import Deadlines, Settings
 from server.engine.base import DecodeSlot, SamplingParams
-from server.request import DecodeState
+from server.request import DecodeState, PrefillState
 from server.serve import stop_worker, take_step
 from server.wire.messages import Cancel, CopyDone, Handoff, PagesReserved, Tokens
 from tests.support.scheduler_bus import PAGE, Cluster
@@ -314,7 +314,7 @@ DEADLINES = Deadlines(
     ("faults", "stage", "seconds"),
     [
         ({"decode.reserve": 50_000}, "decode.reserve", 1),
-        ({"prefill.queue": 50_000}, "transfer", 2),
+        ({"prefill.queue": 50_000}, "prefill.queue", 2),
         ({"decode.queue": 50_000}, "decode.queue", 3),
         ({"decode.first": 50_000}, "decode.first", 3),
     ],
@@ -441,7 +441,7 @@ def test_stop_answers_every_request_in_flight_and_refuses_later_ones(
     later = cluster.submit(prompt(6))
     cluster.settle()
     assert cluster.results[first].outcome("decode-0") == "failed"
-    assert cluster.results[first].reason("decode-0") == "shutting_down"
+    assert cluster.results[first].reason("decode-0") == "draining"
     assert cluster.results[later].outcome("decode-0") == "rejected"
     assert cluster.results[later].outcome("prefill-0") == "rejected"
 
@@ -488,9 +488,13 @@ def test_leg_whose_end_failed_half_way_is_let_go_and_answered(
     cluster.decode.free_pages(leg)
 
 
-def test_failed_copy_lets_go_of_the_pages_only_after_a_drain(make_cluster: MakeCluster) -> None:
+@pytest.mark.parametrize("settled", [False, True])
+def test_failed_copy_lets_go_of_the_pages_at_once_only_if_that_is_settled(
+    make_cluster: MakeCluster, settled: bool
+) -> None:
     cluster = make_cluster()
     cluster.transfer.fail_next = "peer_lost"
+    cluster.transfer.settled = settled
     handoff_id = cluster.submit(prompt(6))
     for _ in range(40):
         for name in cluster.channels.names():
@@ -504,8 +508,10 @@ def test_failed_copy_lets_go_of_the_pages_only_after_a_drain(make_cluster: MakeC
     for receiver in ("prefill-0", "decode-0"):
         cluster.deliver(("transfer", receiver))
         cluster.workers[receiver].step(0)
-    assert [leg.state for leg in cluster.decode.legs] == [DecodeState.DRAINING]
-    assert cluster.decode.allocator.num_used == 3
+    states = [leg.state for leg in cluster.decode.legs]
+    assert states == ([] if settled else [DecodeState.DRAINING])
+    assert cluster.decode.allocator.num_used == (0 if settled else 3)
+    assert [leg.state for leg in cluster.prefill.legs] == [PrefillState.DRAINING]
     cluster.settle()
     assert cluster.results[handoff_id].reason("decode-0") == "peer_lost"
     assert cluster.decode.allocator.num_used == 0
