@@ -465,6 +465,7 @@ class RingTails:
             try:
                 reader.seek(known.position)
                 handled_key = known.last_key
+                reader.count_from = known.counted  # a former agent counted what lies before
                 tail.counted, tail.last_step = known.counted, known.last_step
             except RingError as error:
                 _log.warning("%s: it is read from its begin", error)
@@ -510,7 +511,7 @@ class RingTails:
                 self._damaged(name, error)
                 return True
             with self.lock:
-                notes = self._count_losses(name, tail, position.number, records)
+                notes = self._count_losses(name, tail, records)
                 tail.at_end = len(records) < _READ_RECORDS
                 if not records:
                     tail.caught_up = True
@@ -566,22 +567,16 @@ class RingTails:
             members.append(Member(context.request_id, context.trace_id, span_id, context.sampled))
         return members
 
-    def _count_losses(self, name: str, tail: _Tail, before: int, records: list[Record]) -> int:
-        """Counts what the last read, which began at record `before`, has found to be lost; returns
-        how many of its `records` say so."""
+    def _count_losses(self, name: str, tail: _Tail, records: list[Record]) -> int:
+        """Counts what the last read has found to be lost; how many of its `records` say so."""
         reader = tail.reader
         missed, torn = reader.missed - tail.missed, reader.torn - tail.torn
         unknown = reader.unknown - tail.unknown
-        if not missed and not torn and not unknown:
-            return 0
         tail.missed, tail.torn, tail.unknown = reader.missed, reader.torn, reader.unknown
-        # What lies before `counted` was read, and counted, by a former agent.
-        if before < tail.counted:
-            missed = max(0, before + missed - tail.counted)
-            torn = unknown = 0
         self.counts.missed += missed
         self.counts.torn += torn
-        self._book.count(name, missed=missed, torn=torn, unknown=unknown)
+        if missed or torn or unknown:
+            self._book.count(name, missed=missed, torn=torn, unknown=unknown)
         if missed:
             self._say_once(
                 f"{one_line(reader.identity.instance)} records faster than the agent reads: "

@@ -75,10 +75,11 @@ class RingPosition(msgspec.Struct, frozen=True, kw_only=True):
 class RingReader:
     """Incremental reader of one ring. Any number of readers may read the same ring.
 
-    identity  who writes it
-    missed    records overwritten before this reader came to them, exactly
-    torn      records found damaged, exactly
-    unknown   intact records of kinds that this version does not know
+    identity    who writes it
+    missed      records overwritten before this reader came to them, exactly
+    torn        records found damaged, exactly
+    unknown     intact records of kinds that this version does not know
+    count_from  number of the first record that these count: a former reader counted those before
 
     Raises RingFormatError (no ring, damaged header), RingVersionError and OSError.
     """
@@ -115,6 +116,7 @@ class RingReader:
         self.missed = 0
         self.torn = 0
         self.unknown = 0
+        self.count_from = 0
         self._noting = False
         self._block = 0
         self._offset = BLOCK_HEADER.size
@@ -223,7 +225,7 @@ class RingReader:
         self._parse(data, records, complete or final)
         if not complete:
             return False
-        self._tear(records, next_number - self._number)
+        self._tear(records, self._number, next_number - self._number)
         self._block = sequence
         self._offset = BLOCK_HEADER.size
         self._number = next_number
@@ -248,7 +250,7 @@ class RingReader:
             return False
         sequence, number = min(ahead)
         if number > self._number:
-            self.missed += number - self._number
+            self.missed += max(0, number - max(self._number, self.count_from))
             if self._noting:
                 # A writer that is about to recycle a block wipes its header first.
                 lapped = (
@@ -261,9 +263,10 @@ class RingReader:
         self._number = number
         return True
 
-    def _tear(self, records: list[Record], count: int) -> None:
+    def _tear(self, records: list[Record], number: int, count: int) -> None:
+        """`count` records from `number` on are damaged."""
         if count > 0:
-            self.torn += count
+            self.torn += max(0, number + count - max(number, self.count_from))
             if self._noting:
                 records.append(LossRecord(count=count))
 
@@ -271,7 +274,7 @@ class RingReader:
         """Count what the header says was written after the last record found."""
         lost = self.counters()[Counter.WRITTEN] - self._number
         if 0 < lost <= self._blocks * self._block_bytes // _MIN_RECORD_BYTES:
-            self._tear(records, lost)
+            self._tear(records, self._number, lost)
             self._number += lost
 
     def _parse(self, data: bytes, records: list[Record], complete: bool) -> None:
@@ -293,17 +296,17 @@ class RingReader:
                 if found is None:
                     break
                 pos, skipped = found
-                self._tear(records, skipped)
+                self._tear(records, number, skipped)
                 number += skipped
                 continue
             decode = decoders[body[0]]
             if decode is None:
-                self.unknown += 1
+                self.unknown += number >= self.count_from
             else:
                 try:
                     records.append(decode(body))
                 except (struct.error, ValueError, msgspec.MsgspecError):
-                    self.unknown += 1
+                    self.unknown += number >= self.count_from
             pos += size + 7 & -8
             number += 1
         self._offset += pos

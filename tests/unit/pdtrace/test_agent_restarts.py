@@ -261,6 +261,27 @@ def test_losses_add_up_over_agents_and_nothing_is_counted_twice(tmp_path: Path) 
     assert a.INCOMPLETE.key in spans[0].attributes
 
 
+def test_record_damaged_behind_what_is_read_again_is_counted_once(tmp_path: Path) -> None:
+    """While a request is in flight, each agent reads from where it began."""
+    recorders = open_recorders(tmp_path / "rings", roles=[Role.GATEWAY])
+    trace = recorders[Role.GATEWAY].begin(RequestContext.create(request_id="long"))
+    ring = trace.ring
+    assert ring is not None
+    trace.mark(Mark.RECEIVED, "POST", "/v1/completions", "text_completion")
+    totals: list[int] = []
+    for _ in range(2):
+        once(tmp_path)
+        at = ring._pos  # pyright: ignore[reportPrivateUsage]
+        trace.mark(Mark.ADMITTED)
+        ring._buffer[at + 20] ^= 0xFF  # pyright: ignore[reportPrivateUsage]
+        trace.mark(Mark.ADMITTED)
+        for _ in range(2):
+            once(tmp_path)
+            [losses] = read_losses(tmp_path).rings.values()
+            totals.append(losses.torn)
+    assert totals == [1, 1, 2, 2]
+
+
 def test_requests_delivered_right_before_a_kill_are_counted_once(
     tmp_path: Path, recorders: Mapping[Role, Recorder]
 ) -> None:
