@@ -34,6 +34,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -146,8 +147,13 @@ Block = Mapping[str, Window]
 """A window of each variant, run close together in an order of their own."""
 
 
-def bench_server(blocks: int, load: server_load.Load, endpoint: str) -> dict[str, Any]:
-    """What recording costs one running server, from `blocks` of a window of each variant."""
+def bench_server(
+    blocks: int, minutes: float, load: server_load.Load, endpoint: str
+) -> dict[str, Any]:
+    """What recording costs one running server, from `blocks` of a window of each variant, or as
+    many as fit into `minutes`; Ctrl-C ends it with those that are complete."""
+    found: list[Block] = []
+    timed: list[Window] = []
     with tempfile.TemporaryDirectory(prefix="pdtrace-bench-") as folder:
         _progress.print("server: starting")
         with switched_server.running(Path(folder), endpoint=endpoint) as server:
@@ -156,17 +162,20 @@ def bench_server(blocks: int, load: server_load.Load, endpoint: str) -> dict[str
             def window(arm: Arm) -> Window:
                 return _window(server, arm, load, next(numbers))
 
-            for arm in (Arm.OFF, Arm.ON, Arm.EXPORT, Arm.TIMED):
-                window(arm)  # warm-up
-            found: list[Block] = []
-            timed: list[Window] = []
-            for number in range(blocks):
-                _progress.print(f"server: block {number + 1} of {blocks}")
-                found.append(
-                    {name: window(VARIANTS[name]) for name in in_random_order([*VARIANTS])}
-                )
-                if number % _TIMED_EVERY == 0:
-                    timed.append(window(Arm.TIMED))
+            try:
+                for arm in (Arm.OFF, Arm.ON, Arm.EXPORT):
+                    window(arm)  # warm-up
+                timed.append(window(Arm.TIMED))
+                until_s = time.monotonic() + minutes * 60
+                while len(found) < blocks and time.monotonic() < until_s:
+                    _progress.print(f"server: block {len(found) + 1} of {blocks}")
+                    order = in_random_order([*VARIANTS])
+                    found.append({name: window(VARIANTS[name]) for name in order})
+                    if len(found) % _TIMED_EVERY == 0:
+                        timed.append(window(Arm.TIMED))
+            except KeyboardInterrupt:
+                if not found:
+                    raise
     return summarise(found, timed, load)
 
 
@@ -405,6 +414,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.5, help="of one turn of the loop")
     parser.add_argument("--blocks", type=int, default=30, help="of windows of the server")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for them, at most")
     parser.add_argument("--streams", type=int, default=8, help="requests in flight at a server")
     parser.add_argument("--tokens", type=int, default=16, help="that each of them asks for")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
@@ -416,7 +426,7 @@ def main() -> int:
             result["loop"] = bench_loop(given.rounds, given.seconds, endpoint)
         if "server" in parts:
             load = server_load.Load(streams=given.streams, max_tokens=given.tokens)
-            result["server"] = bench_server(given.blocks, load, endpoint)
+            result["server"] = bench_server(given.blocks, given.minutes, load, endpoint)
     if "agent" in parts:
         result["agent"] = bench_agent(given.rounds)
     _show(result, Console(stderr=given.json))
