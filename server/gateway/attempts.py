@@ -97,7 +97,7 @@ def failure_of(event: Event) -> RequestError | None:
     """What `event` says about an attempt that has not finished; None if all is well."""
     if isinstance(event, WorkerGone):
         name = event.peer.instance
-        return WorkerVanished(f"{name} vanished while it held the request.", culprit=name)
+        return WorkerVanished(f"{name} vanished while it held the request.", by=name)
     if isinstance(event, LegClosed) and event.outcome != Outcome.COMPLETED:
         return LegFailed.of(event)
     return None

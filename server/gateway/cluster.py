@@ -14,7 +14,7 @@ from typing import Protocol
 from pdtrace.recorder import RequestContext
 from server.config import COLOCATED, PD, Settings
 from server.gateway.attempts import Attempt, Attempts, Event, WorkersChanged
-from server.gateway.errors import AttemptFailure, NoPair
+from server.gateway.errors import AttemptFailure, NoPair, WorkerVanished
 from server.gateway.mailbox import Mailbox
 from server.gateway.pairing import Refusal, RefusedPairs
 from server.gateway.registry import KvCapacity, MemberReport, MemberState, Registry
@@ -202,7 +202,8 @@ class Cluster:
         """
         rule = rule_of(error.code)
         assert rule is not None
-        avoid = {peer.incarnation for peer in _blamed(choice, rule.blame, error.culprit)}
+        blame = Blame.WORKER if isinstance(error, WorkerVanished) else rule.blame
+        avoid = {peer.incarnation for peer in _blamed(choice, blame, error.by)}
         following = replace(request, avoid=request.avoid | avoid, elsewhere=rule.elsewhere)
         if self._look_for_pair(following) is None and rule.elsewhere:
             raise error
@@ -213,7 +214,7 @@ class Cluster:
         rule = rule_of(reason)
         if rule is None:
             return
-        if rule.refuse and choice.prefill.peer != choice.decode.peer:
+        if rule.refuse and by == choice.prefill.peer.instance:
             self._refused.add(choice.prefill.peer, choice.decode.peer, message or reason)
         if rule.doubt and rule.blame is Blame.TRANSFER:
             self._registry.doubt_transfers(reason)
@@ -261,16 +262,16 @@ class Cluster:
         self._mail.forget(peer.endpoint)
 
 
-def _blamed(choice: PairChoice, blame: Blame, culprit: str) -> list[Peer]:
-    """Workers of `choice` that `blame` means; `culprit` ended the attempt."""
+def _blamed(choice: PairChoice, blame: Blame, by: str) -> list[Peer]:
+    """Workers of `choice` that `blame` means, after an end by the instance `by`."""
     pair = [choice.prefill.peer, choice.decode.peer]
     match blame:
         case Blame.PAIR:
             return pair
         case Blame.WORKER:
-            return [peer for peer in pair if peer.instance == culprit]
+            return [peer for peer in pair if peer.instance == by]
         case Blame.PARTNER:
-            known = any(peer.instance == culprit for peer in pair)
-            return [peer for peer in pair if known and peer.instance != culprit]
+            is_one = any(peer.instance == by for peer in pair)
+            return [peer for peer in pair if is_one and peer.instance != by]
         case Blame.NOBODY | Blame.TRANSFER:
             return []

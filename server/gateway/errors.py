@@ -56,11 +56,11 @@ class QueueTimedOut(DeadlineExceeded):
 
 
 class WorkerVanished(WorkerLost):
-    """A worker is gone, or takes no messages; `culprit` names it."""
+    """A worker is gone, or takes no messages; `by` names it."""
 
-    def __init__(self, message: str, *, culprit: str) -> None:
+    def __init__(self, message: str, *, by: str) -> None:
         super().__init__(message)
-        self.culprit = culprit
+        self.by = by
 
 
 class NoPair(Overloaded):
@@ -84,10 +84,6 @@ class LegFailed(RequestError):  # noqa: N818 -- named after what happened, as it
     outcome   `failed`, `timed_out`, `cancelled`, … as the worker said
     by        who ended it
     """
-
-    @property
-    def culprit(self) -> str:
-        return self.by
 
     def __init__(self, message: str, *, code: str, outcome: Outcome, by: str) -> None:
         super().__init__(message)
@@ -122,7 +118,7 @@ class LegFailed(RequestError):  # noqa: N818 -- named after what happened, as it
 
 
 AttemptFailure = LegFailed | WorkerVanished
-"""What ends an attempt without ending its request; `culprit` is the process where it began."""
+"""What ends an attempt, and need not end its request. `by`: the process with which it ended."""
 
 _STATUS_BY_CODE: Mapping[str, int] = {
     error.code: error.http_status

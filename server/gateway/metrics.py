@@ -206,7 +206,7 @@ class GatewayMetrics:
 
     def retried(self, reason: str, outcome: Outcome) -> None:
         """An attempt after the first is over. `reason`: why the one before it ended."""
-        self._guard(lambda: self._retries.labels(reason, outcome).inc())
+        self.guard(lambda: self._retries.labels(reason, outcome).inc())
 
     def tokens(self, counts: Mapping[str, int]) -> None:
         """Tokens of a served request by type: input, output, cached."""

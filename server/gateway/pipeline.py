@@ -337,7 +337,7 @@ class Gateway:
         call.attempt = attempt
         call.attempts.append(attempt)
         if refused is not None:
-            raise WorkerVanished(f"{refused.instance} takes no messages.", culprit=refused.instance)
+            raise WorkerVanished(f"{refused.instance} takes no messages.", by=refused.instance)
         return attempt
 
     def _try_again(
@@ -359,7 +359,7 @@ class Gateway:
         following = self.cluster.after(attempt.choice, wanted, failure)
         outcome, by = outcome_of(failure, dispatched=True)
         now_ns = time.monotonic_ns()
-        call.trace.abort(outcome, failure.code, failure.culprit, at_ns=now_ns)
+        call.trace.abort(outcome, failure.code, failure.by, at_ns=now_ns)
         call.trace.end(at_ns=now_ns)
         self._attempt_ended(call, outcome)
         self.cluster.attempts.cancel(attempt, outcome, failure.code, by=by)
@@ -371,7 +371,7 @@ class Gateway:
             call.context.trace_id,
             call.context.attempt,
             failure.code,
-            failure.culprit,
+            failure.by,
         )
         call.begin_attempt(self._recorder, failure.code, now_ns)
         call.responder = self._responder(call, request)

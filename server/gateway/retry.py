@@ -22,8 +22,8 @@ class Blame(StrEnum):
     """Who is to be avoided by a further attempt."""
 
     NOBODY = "nobody"
-    WORKER = "worker"  # who ended the leg, or vanished
-    PARTNER = "partner"  # the other one of the two
+    WORKER = "worker"  # who ended the leg
+    PARTNER = "partner"  # the other one of the two: who ended the leg could not reach it
     PAIR = "pair"  # both
     TRANSFER = "transfer"  # the transfer processes: without them there is no pair at all
 
@@ -35,7 +35,8 @@ class Rule:
     blame      who is avoided where there is a choice
     elsewhere  with the same workers it would end the same way: others, or no further attempt
     doubt      who is blamed gets no work at all until its next heartbeat
-    refuse     the pairing is remembered, and chosen for nobody
+    refuse     if the prefill worker says so, whose handshake it is, the pairing is remembered, and
+               chosen for nobody
     """
 
     blame: Blame = Blame.NOBODY
@@ -45,25 +46,27 @@ class Rule:
 
 
 _COPY_FAILED = Rule(blame=Blame.PAIR)
+_FULL = Rule(blame=Blame.WORKER, elsewhere=True)
 _LEAVING = Rule(blame=Blame.WORKER, doubt=True)
+_PARTNER_GONE = Rule(blame=Blame.PARTNER, doubt=True)
 _TRANSFER_GONE = Rule(blame=Blame.TRANSFER, doubt=True)
-_MISMATCH = Rule(blame=Blame.PAIR, refuse=True)
 
 RULES: Mapping[str, Rule | None] = MappingProxyType(
     {
         # a worker or the transfer process died, starts again or stops
-        "worker_lost": _LEAVING,
+        "worker_lost": _PARTNER_GONE,
+        "peer_unreachable": _PARTNER_GONE,
         "shutting_down": _LEAVING,
         "draining": _LEAVING,
-        "peer_unreachable": Rule(blame=Blame.PARTNER, doubt=True),
         "transfer_lost": _TRANSFER_GONE,
         "peer_lost": _TRANSFER_GONE,
         "gateway_lost": Rule(),  # a worker took this gateway for dead
         # the two do not fit together
-        "handshake_mismatch": _MISMATCH,
-        "layout_mismatch": _MISMATCH,
+        "handshake_mismatch": Rule(blame=Blame.PAIR, refuse=True),
+        "layout_mismatch": Rule(blame=Blame.PAIR, elsewhere=True),
         # a worker is full
-        "overloaded": Rule(blame=Blame.WORKER, elsewhere=True),
+        "overloaded": _FULL,
+        "host_memory": _FULL,
         # the KV did not arrive whole: what was written is never read
         "transfer_failed": _COPY_FAILED,
         "transfer_incomplete": _COPY_FAILED,
@@ -75,7 +78,7 @@ RULES: Mapping[str, Rule | None] = MappingProxyType(
         "bad_pages": _COPY_FAILED,
         "jobs_missing": _COPY_FAILED,
         "protocol_error": _COPY_FAILED,
-        "handoff_mismatch": _COPY_FAILED,
+        "handoff_lost": _COPY_FAILED,
         # not safe
         "deadline_exceeded": None,
         "engine_error": None,

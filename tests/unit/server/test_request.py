@@ -187,7 +187,7 @@ def test_each_stage_has_the_shortest_deadline_of_its_states_for_those_who_watch(
     assert set(stages) <= set(STAGE_BY_NAME)
     assert stages["transfer"] == 30.0
     assert stages["decode.generate"] == stages["hop.dispatch"] == 600.0
-    assert stages["gateway.queue"] == deadlines.gateway_queue_s
+    assert stages["gateway.queue"] == stages["gateway.route"] == deadlines.gateway_queue_s
     assert stages["decode.reserve"] == deadlines.reserve_s
     assert "prefill.hold" not in stages
 

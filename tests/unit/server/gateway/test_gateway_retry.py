@@ -46,7 +46,7 @@ def test_time_that_is_spent_and_requests_that_break_an_engine_are_not_tried_agai
 
 
 def test_what_a_reason_says_of_the_workers() -> None:
-    full, gone, unreachable = map(rule_of, ("overloaded", "worker_lost", "peer_unreachable"))
+    full, gone, unreachable = map(rule_of, ("overloaded", "shutting_down", "peer_unreachable"))
     mismatch, copy = map(rule_of, ("handshake_mismatch", "checksum_mismatch"))
     assert full and gone and unreachable and mismatch and copy
     assert (full.blame, full.elsewhere, full.doubt) == (Blame.WORKER, True, False)
