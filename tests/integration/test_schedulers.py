@@ -142,7 +142,7 @@ def test_sigterm_answers_requests_in_flight_and_exits_cleanly(tmp_path: Path) ->
         closed = processes.answers[stuck].closed
         assert (closed["decode-0"].outcome, closed["decode-0"].reason) == (
             "failed",
-            "shutting_down",
+            "draining",
         )
         names = [record.mark for record in marks(processes, "decode-0")]
         assert names.count(Mark.DECODE_RELEASED) == names.count(Mark.ABORTED) == 1
