@@ -25,6 +25,9 @@ class FaultyMail(FaultyOutbox):
     def forget(self, endpoint: str) -> None:
         self._mail.forget(endpoint)
 
+    def is_lost(self, endpoint: str) -> bool:
+        return self._mail.is_lost(endpoint)
+
 
 def faulty_mail(mail: Mail, injector: Injector | None) -> Mail:
     """`mail` with faults behind it."""

@@ -49,11 +49,13 @@ def test_late_and_repeated_messages_change_no_answer(cluster: Cluster, fault: Fa
     assert sum(cluster.injectors[fault.at].injected.values()) == 1
 
 
-def test_a_lost_message_ends_both_legs_by_their_deadlines(cluster: Cluster) -> None:
-    cluster.inject(Drop(at="decode-0", message="PagesReserved", direction=Direction.SENT))
+def test_a_message_that_is_lost_each_time_ends_the_leg_and_no_other(cluster: Cluster) -> None:
+    cluster.inject(Drop(at="decode-0", message="Handoff", count=None))
     handoff_id = cluster.submit(PROMPT)
     cluster.settle()
-    assert cluster.results[handoff_id].outcome("prefill-0") == "timed_out"
+    assert cluster.results[handoff_id].outcome("decode-0") in {"failed", "timed_out"}
+    assert cluster.results[handoff_id].token_at == {}
+    cluster.injectors["decode-0"].obey(InjectFaults(clear=True))
     after = cluster.submit(PROMPT)
     cluster.settle()
     assert cluster.results[after].tokens == cluster.expected(PROMPT, 4)
