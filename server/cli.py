@@ -21,7 +21,7 @@ from server.clock_fault import parse_clock_faults
 from server.config import WITHOUT_EFFECT, Settings, flag
 from server.errors import StartError
 from server.faults import MAX_DELAY_MS
-from server.injection.client import ANSWER_S, inject
+from server.injection.client import ANSWER_S, FaultClient
 from server.injection.fault import Fault
 from server.injection.script import parse_faults, read_faults
 from server.launch import Launcher, run_server
@@ -306,7 +306,8 @@ def inject_faults(
     """
     try:
         faults = () if source is None else _faults_of(source)
-        reports = inject(run_dir, faults, clear=clear, timeout_s=timeout)
+        with FaultClient(run_dir) as client:
+            reports = client.tell(faults, clear=clear, timeout_s=timeout)
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_START_ERROR) from error

@@ -17,14 +17,16 @@ def process_clock(config: ProcessConfig) -> Clock:
     return make_clock(config.settings.clock_faults.get(config.instance))
 
 
-def open_recorder(config: ProcessConfig, role: Role, clock: Clock) -> Recorder:
+def open_recorder(
+    config: ProcessConfig, role: Role, clock: Clock, recorder: type[Recorder] = Recorder
+) -> Recorder:
     """The process's recorder, disabled where settings say so. Raises StartError."""
     if not config.settings.record:
         return Recorder.disabled()
     rings = config.settings.rings_path
     fault = config.settings.clock_faults.get(config.instance)
     try:
-        return Recorder.open(
+        return recorder.open(
             rings,
             role=role,
             instance=config.instance,

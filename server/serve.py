@@ -19,7 +19,7 @@ from server.engine.base import Engine
 from server.engine.loader import EngineConfig, load_engine
 from server.errors import StartError
 from server.heartbeat import HeartbeatThread, Progress
-from server.injection.process import heartbeat_outbox, make_injector, recorder_clock
+from server.injection.process import heartbeat_outbox, make_injector, recorder_class
 from server.injection.workers import disturb, faulty_ports
 from server.pauses import Pauses, PauseThread
 from server.recording import open_recorder, process_clock
@@ -58,7 +58,7 @@ def serve(
             engine = _load(config, role)
         stack.callback(engine.close)
         injector = make_injector(config)
-        recorder = open_recorder(config, role, recorder_clock(clock, injector))
+        recorder = open_recorder(config, role, clock, recorder_class(injector))
         stack.callback(recorder.close)
         outbox = Outbox()
         stack.callback(outbox.close)

@@ -29,7 +29,7 @@ from server.gateway.pipeline import Gateway
 from server.gateway.protocol import GatewayProtocol
 from server.injection.gateways import disturb, faulty_inbox, faulty_mail
 from server.injection.ports import AsyncSource
-from server.injection.process import make_injector, recorder_clock
+from server.injection.process import make_injector, recorder_class
 from server.recording import open_recorder
 from server.tokenizer import load_tokenizer
 from server.wire.messages import Heartbeat, HeartbeatAck, Peer
@@ -64,7 +64,7 @@ async def _serve(config: ProcessConfig, listener: socket.socket) -> None:
     try:
         injector = make_injector(config)
         mail = faulty_mail(outbox, injector)
-        recorder = open_recorder(config, Role.GATEWAY, recorder_clock(SYSTEM_CLOCK, injector))
+        recorder = open_recorder(config, Role.GATEWAY, SYSTEM_CLOCK, recorder_class(injector))
         gateway = Gateway(
             settings=settings,
             me=Peer(
@@ -79,7 +79,7 @@ async def _serve(config: ProcessConfig, listener: socket.socket) -> None:
         )
         disturb(gateway, injector, settings.faults)
         server = HttpServer(gateway)
-        source = faulty_inbox(inbox, mail, injector)
+        source = faulty_inbox(inbox, injector)
         tasks = [
             asyncio.create_task(_deliver(source, mail, gateway, recorder.clock_id)),
             asyncio.create_task(_tick(gateway, settings.heartbeat_s)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -41,49 +41,52 @@ class _Server(msgspec.Struct):
     stopped_at: float | None = None
 
 
-def inject(
-    run_dir: Path,
-    faults: Sequence[Fault] = (),
-    *,
-    clear: bool = False,
-    timeout_s: float = ANSWER_S,
-) -> Mapping[str, FaultReport | None]:
-    """Arm `faults` in the server that runs in `run_dir`; its processes' answers, by instance.
+class FaultClient:
+    """A way to the processes of the server that runs in `run_dir`. Use as a context manager.
 
-    clear       disarm what is armed first
-    timeout_s   how long to wait for answers; None stands for a process that gave none
-
-    Without faults and `clear` this only asks. Raises StartError when no server runs there, when it
-    does not allow faults, and for a fault of a process that it has not.
+    Raises StartError when no server runs there, and when it does not allow faults.
     """
-    server = _read_state(run_dir)
-    processes = [process for process in server.processes if process.role != AGENT]
-    names = {name for process in processes for name in (process.instance, process.role)}
-    check_at(faults, names)
-    # A name of its own: two may ask at a time. The folder belongs to the server and stays.
-    endpoint = EndpointDirectory(run_dir).endpoint(f"inject-{os.getpid()}-{secrets.token_hex(4)}")
-    inbox, outbox = Inbox(endpoint), Outbox(linger_s=0.0)
-    try:
-        me = Peer(instance="inject", endpoint=endpoint, incarnation="")
-        order = InjectFaults(faults=tuple(faults), clear=clear, reply_to=me)
-        for process in processes:
-            outbox.send(process.endpoint, order)
-        return _gather(inbox, [process.instance for process in processes], timeout_s)
-    finally:
-        outbox.close()
-        inbox.close()
 
+    def __init__(self, run_dir: Path) -> None:
+        self._processes = [
+            process for process in _read_state(run_dir).processes if process.role != AGENT
+        ]
+        # A name of its own: two may ask at a time. The folder belongs to the server and stays.
+        name = f"inject-{os.getpid()}-{secrets.token_hex(4)}"
+        endpoint = EndpointDirectory(run_dir).endpoint(name)
+        self._inbox = Inbox(endpoint)
+        self._outbox = Outbox(linger_s=0.0)
+        self._me = Peer(instance="inject", endpoint=endpoint, incarnation="")
 
-def _gather(
-    inbox: Inbox, instances: Sequence[str], timeout_s: float
-) -> Mapping[str, FaultReport | None]:
-    reports: dict[str, FaultReport | None] = dict.fromkeys(instances)
-    end_s = time.monotonic() + timeout_s
-    while None in reports.values() and (left_s := end_s - time.monotonic()) > 0:
-        received = inbox.get(left_s)
-        if received is not None and isinstance(received.message, FaultReport):
-            reports[received.message.peer.instance] = received.message
-    return reports
+    def __enter__(self) -> FaultClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._outbox.close()
+        self._inbox.close()
+
+    def tell(
+        self, faults: Sequence[Fault] = (), *, clear: bool = False, timeout_s: float = ANSWER_S
+    ) -> dict[str, FaultReport | None]:
+        """Arm `faults` and return what the processes answer, by instance; None for no answer.
+
+        clear   disarm what is armed first
+
+        Without faults and `clear` this only asks. Raises StartError for a fault of a process that
+        the server has not.
+        """
+        check_at(faults, {name for peer in self._processes for name in (peer.instance, peer.role)})
+        self._inbox.drain()  # answers that came too late for the call before
+        order = InjectFaults(faults=tuple(faults), clear=clear, reply_to=self._me)
+        for process in self._processes:
+            self._outbox.send(process.endpoint, order)
+        reports: dict[str, FaultReport | None] = {peer.instance: None for peer in self._processes}
+        end_s = time.monotonic() + timeout_s
+        while None in reports.values() and (left_s := end_s - time.monotonic()) > 0:
+            received = self._inbox.get(left_s)
+            if received is not None and isinstance(received.message, FaultReport):
+                reports[received.message.peer.instance] = received.message
+        return reports
 
 
 def _read_state(run_dir: Path) -> _Server:

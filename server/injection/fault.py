@@ -40,7 +40,7 @@ class Place(StrEnum):
     sender     a TCP transfer, where it advances a connection that it sends on
     receiver   the same, where it receives
     metrics    a measurement of the gateway
-    recorder   inside the recorder, where it reads the clock
+    recorder   inside the recorder, where it writes a record into its ring
     """
 
     STEP = "step"

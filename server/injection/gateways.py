@@ -38,9 +38,9 @@ def faulty_mail(mail: Mail, injector: Injector | None) -> Mail:
     return faulty
 
 
-def faulty_inbox(inbox: AsyncSource, mail: Mail, injector: Injector | None) -> AsyncSource:
-    """`inbox` with faults behind it; `mail` takes the answers to InjectFaults."""
-    return inbox if injector is None else AsyncFaultyInbox(inbox, mail, injector)
+def faulty_inbox(inbox: AsyncSource, injector: Injector | None) -> AsyncSource:
+    """`inbox` with faults behind it."""
+    return inbox if injector is None else AsyncFaultyInbox(inbox, injector)
 
 
 def disturb(gateway: Gateway, injector: Injector | None, faults: Iterable[Fault]) -> None:

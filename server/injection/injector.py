@@ -1,8 +1,9 @@
 """What one process does with the faults armed in it: it counts, says what it does, and answers.
 
-Owns the process's plan, its counters and the time it stands still; knows nothing of sockets
-(`server.injection.ports`) or of the places that call it (`server.injection.hooks`). Everything that
-is injected is one line in the log, beginning with "injected", and one more in `injected`.
+Owns the process's plan, its counters and the time it stands still; knows nothing of the sockets
+that faults lie behind (`server.injection.ports`), nor of which part of a process is which place.
+Everything that is injected is one line in the log, beginning with "injected", and one more in
+`injected`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from server.injection.fault import (
 )
 from server.injection.plan import FaultPlan
 from server.wire.messages import AnyMessage, FaultReport, InjectFaults, Peer
+from server.wire.sockets import Outbox
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,6 +40,18 @@ R = TypeVar("R")
 NS_PER_S = 1_000_000_000
 
 _logger = logging.getLogger(__name__)
+
+
+def send_once(endpoint: str, message: AnyMessage) -> None:
+    """Send `message` through a socket of its own: askers come and go, their sockets must not stay.
+
+    Takes a millisecond, up to LINGER_S where nobody is at `endpoint` any more.
+    """
+    outbox = Outbox()
+    try:
+        outbox.send(endpoint, message)
+    finally:
+        outbox.close()
 
 
 class InjectedError(ServerError):
@@ -83,12 +97,14 @@ class Injector:
         role: str,
         now_ns: Callable[[], int] = time.monotonic_ns,
         sleep: Callable[[float], None] = time.sleep,
+        reply: Callable[[str, AnyMessage], object] = send_once,
     ) -> None:
         self.now_ns = now_ns
         self.injected: Counter[str] = Counter()
         self._peer = peer
         self._plan = FaultPlan(instance=peer.instance, role=role)
         self._sleep = sleep
+        self._reply = reply
         self._lock = threading.Lock()
         self._watched: list[Watched] = []
 
@@ -101,7 +117,7 @@ class Injector:
         if num_armed != before:
             _logger.info("%d faults armed, %d in all", num_armed - before, num_armed)
 
-    def obey(self, order: InjectFaults) -> FaultReport:
+    def obey(self, order: InjectFaults) -> None:
         """Do what a test asks for, and say where things stand then."""
         if order.clear:
             with self._lock:
@@ -111,26 +127,35 @@ class Injector:
             _logger.info("faults cleared")
         self.arm(order.faults)
         with self._lock:
-            return FaultReport(
+            report = FaultReport(
                 peer=self._peer, armed=self._plan.num_armed, injected=dict(self.injected)
             )
+        if order.reply_to is not None:
+            self._reply(order.reply_to.endpoint, report)
 
     def watch(self, watched: Watched) -> None:
         """Let `turn`, `bound_s` and `obey` see to one more owner of things held back."""
         self._watched.append(watched)
 
-    def bound_s(self, wait_s: float) -> float:
-        """`wait_s`, or less where something is due before."""
+    @property
+    def next_due_ns(self) -> int | None:
+        """When `turn` has something to do."""
         with self._lock:
             instants = [self._plan.next_due_ns]
         instants += [watched.next_due_ns for watched in self._watched]
-        first_ns = min((at_ns for at_ns in instants if at_ns is not None), default=None)
-        if first_ns is None:
+        return min((at_ns for at_ns in instants if at_ns is not None), default=None)
+
+    def bound_s(self, wait_s: float) -> float:
+        """`wait_s`, or less where something is due before."""
+        due_ns = self.next_due_ns
+        if due_ns is None:
             return wait_s
-        return max(0.0, min(wait_s, (first_ns - self.now_ns()) / NS_PER_S))
+        return max(0.0, min(wait_s, (due_ns - self.now_ns()) / NS_PER_S))
 
     def message(self, direction: Direction, message: AnyMessage) -> MessageFault | None:
         """What happens to `message`; counted and logged."""
+        if not self._plan.hits_messages:  # the usual case, without a lock
+            return None
         name = type(message).__name__
         with self._lock:
             hit = self._plan.message(direction, name)
@@ -144,6 +169,8 @@ class Injector:
 
     def call(self, place: Place, message: str = "") -> None:
         """To be called where `place` is. Raises InjectedError where a fault says so."""
+        if not self._plan.hits_calls:
+            return
         with self._lock:
             hit = self._plan.call(place, message)
             if hit is None:

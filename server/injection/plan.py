@@ -68,6 +68,16 @@ class FaultPlan:
         """Faults that will act yet, or may."""
         return len(self._messages) + len(self._places) + len(self._timed)
 
+    @property
+    def hits_messages(self) -> bool:
+        """Whether `message` may say anything else than None."""
+        return bool(self._messages)
+
+    @property
+    def hits_calls(self) -> bool:
+        """Whether `call` may say anything else than None."""
+        return bool(self._places)
+
     def arm(self, faults: Iterable[Fault], now_ns: int) -> None:
         """Arm those of `faults` that concern this process."""
         for fault in faults:

@@ -73,25 +73,26 @@ class FaultyOutbox:
 
 
 class FaultyInbox:
-    """Reads from `inbox`. `reply` sends the answers to InjectFaults; `stamp_ns` is the clock on
-    which messages arrive."""
+    """Reads from `inbox`. `stamp_ns` is the clock on which messages arrive."""
 
-    def __init__(
-        self, inbox: Source, reply: Sink, injector: Injector, *, stamp_ns: Callable[[], int]
-    ) -> None:
+    def __init__(self, inbox: Source, injector: Injector, *, stamp_ns: Callable[[], int]) -> None:
         self._inbox = inbox
-        self._way = _Way(reply, injector, stamp_ns)
+        self._way = _Way(injector, stamp_ns)
         self._injector = injector
 
     def get(self, timeout_s: float) -> Received | None:
         """The next message; None sooner than `timeout_s` where a message was lost or held."""
         way = self._way
         way.turn()
-        if not way.ready:
-            received = self._inbox.get(self._injector.bound_s(timeout_s))
+        wait_s = self._injector.bound_s(timeout_s)
+        while not way.ready:
+            received = self._inbox.get(wait_s)
+            wait_s = 0.0
             if received is not None:
                 way.take(received)
             way.turn()
+            if received is None:
+                break
         return way.ready.pop(0) if way.ready else None
 
     def drain(self) -> list[Received]:
@@ -104,9 +105,9 @@ class FaultyInbox:
 class AsyncFaultyInbox:
     """The same for a coroutine, whose going round is the loop's turn."""
 
-    def __init__(self, inbox: AsyncSource, reply: Sink, injector: Injector) -> None:
+    def __init__(self, inbox: AsyncSource, injector: Injector) -> None:
         self._inbox = inbox
-        self._way = _Way(reply, injector, time.monotonic_ns)
+        self._way = _Way(injector, time.monotonic_ns)
         self._injector = injector
 
     async def receive(self) -> list[Received]:
@@ -128,10 +129,9 @@ class AsyncFaultyInbox:
 class _Way:
     """From a socket to the loop. `ready`: what the loop may have, in order."""
 
-    def __init__(self, reply: Sink, injector: Injector, stamp_ns: Callable[[], int]) -> None:
+    def __init__(self, injector: Injector, stamp_ns: Callable[[], int]) -> None:
         self.ready: list[Received] = []
         self._lane: Lane[Received] = Lane()
-        self._reply = reply
         self._injector = injector
         self._stamp_ns = stamp_ns
         injector.watch(self)
@@ -143,9 +143,7 @@ class _Way:
     def take(self, received: Received) -> None:
         message = received.message
         if isinstance(message, InjectFaults):
-            report = self._injector.obey(message)
-            if message.reply_to is not None:
-                self._reply.send(message.reply_to.endpoint, report)
+            self._injector.obey(message)
             return
         fault = self._injector.message(Direction.RECEIVED, message)
         for item in self._lane.route(received, "", fault, self._injector.now_ns()):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 
-from pdtrace.clock import Clock
+from pdtrace.recorder import Recorder
+from pdtrace.ring.writer import RingWriter
 from server.config import ProcessConfig
 from server.heartbeat import MakeOutbox
 from server.injection.fault import Place
@@ -29,9 +30,25 @@ def make_injector(config: ProcessConfig) -> Injector | None:
     return Injector(me, role=config.role)
 
 
-def recorder_clock(clock: Clock, injector: Injector | None) -> Clock:
-    """The recorder's clock: reading it is the place "recorder"."""
-    return clock if injector is None else _RaisingClock(clock, injector)
+def recorder_class(injector: Injector | None) -> type[Recorder]:
+    """The process's recorder, in which the writing of each record is the place "recorder"."""
+    if injector is None:
+        return Recorder
+
+    class FaultyRing(RingWriter):
+        __slots__ = ()
+
+        def append(self, body: bytes) -> None:
+            injector.call(Place.RECORDER)
+            super().append(body)
+
+    class FaultyRecorder(Recorder):
+        def _attach_ring(self) -> RingWriter:
+            ring = super()._attach_ring()
+            ring.__class__ = FaultyRing  # its slots leave no other way to it
+            return ring
+
+    return FaultyRecorder
 
 
 def heartbeat_outbox(injector: Injector | None) -> MakeOutbox:
@@ -58,16 +75,3 @@ class _ClosingOutbox(FaultyOutbox):
 
     def close(self) -> None:
         self._inner.close()
-
-
-class _RaisingClock:
-    def __init__(self, clock: Clock, injector: Injector) -> None:
-        self._clock = clock
-        self._injector = injector
-
-    def monotonic_ns(self) -> int:
-        self._injector.call(Place.RECORDER)
-        return self._clock.monotonic_ns()
-
-    def wall_ns(self) -> int:
-        return self._clock.wall_ns()

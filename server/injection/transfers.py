@@ -73,11 +73,11 @@ def faulty_transfer(transfer: KvTransfer, injector: Injector | None) -> KvTransf
     return transfer if injector is None else FaultyTransfer(transfer, injector)
 
 
-def faulty_source(inbox: Source, reply: Sink, injector: Injector | None, clock: Clock) -> Source:
-    """`inbox` with faults behind it; `reply` takes the answers to InjectFaults."""
+def faulty_source(inbox: Source, injector: Injector | None, clock: Clock) -> Source:
+    """`inbox` with faults behind it."""
     if injector is None:
         return inbox
-    return FaultyInbox(inbox, reply, injector, stamp_ns=clock.monotonic_ns)
+    return FaultyInbox(inbox, injector, stamp_ns=clock.monotonic_ns)
 
 
 def faulty_sink(outbox: Sink, injector: Injector | None) -> Sink:

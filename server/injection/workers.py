@@ -21,7 +21,7 @@ def faulty_ports(ports: Ports, injector: Injector | None) -> Ports:
         return ports
     outbox = FaultyOutbox(ports.outbox, injector)
     injector.watch(outbox)
-    inbox = FaultyInbox(ports.inbox, ports.outbox, injector, stamp_ns=ports.clock)
+    inbox = FaultyInbox(ports.inbox, injector, stamp_ns=ports.clock)
     return replace(ports, inbox=inbox, outbox=outbox)
 
 

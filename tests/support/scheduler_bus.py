@@ -24,6 +24,9 @@ from server.decode.worker import DecodeWorker
 from server.engine.base import SamplingParams
 from server.engine.fake import FakeEngine, FakeModel, StepShape
 from server.heartbeat import Progress
+from server.injection.fault import Fault
+from server.injection.injector import Injector
+from server.injection.workers import disturb, faulty_ports
 from server.kv.layout import KvLayout
 from server.prefill.worker import PrefillWorker
 from server.scheduler import IDLE_WAIT_S, Ports, Scheduler
@@ -276,7 +279,7 @@ class Result:
 class Cluster:
     """A gateway double and the workers of one mode.
 
-    `late_tokens` would be a bug: tokens of a leg after it was closed.
+    `late_tokens` would be a bug: tokens of a leg after it was closed. `faulty` workers take faults.
     """
 
     def __init__(
@@ -293,6 +296,7 @@ class Cluster:
         record: bool = True,
         clock: FakeClock | None = None,
         registered: bool = True,
+        faulty: bool = False,
     ) -> None:
         self.settings = settings or Settings(
             model="fake",
@@ -313,6 +317,8 @@ class Cluster:
         self.engines: dict[str, FakeEngine] = {}
         self.workers: dict[str, Scheduler[Any]] = {}
         self.inboxes: dict[str, BusInbox] = {}
+        self.injectors: dict[str, Injector] = {}
+        self._faulty = faulty
         self.delivered: list[tuple[str, AnyMessage]] = []
         """Every message handed over, with its receiver, in order."""
         self._num_requests = 0
@@ -373,7 +379,18 @@ class Cluster:
             Role.DECODE: DecodeWorker,
             Role.WORKER: ColocatedWorker,
         }
-        self.workers[instance] = classes[role](config, engine, ports)
+        injector: Injector | None = None
+        if self._faulty:
+            me = Peer(instance=instance, endpoint=instance, incarnation=config.incarnation)
+            injector = self.injectors[instance] = Injector(
+                me,
+                role=role,
+                now_ns=self.clock.monotonic_ns,
+                sleep=lambda seconds: self.clock.advance(s=seconds),
+            )
+        worker = classes[role](config, engine, faulty_ports(ports, injector))
+        disturb(worker, injector, ())
+        self.workers[instance] = worker
 
     def restart(self, instance: str) -> None:
         """A worker is killed, with all that lay in its inbox, and started again."""
@@ -528,6 +545,11 @@ class Cluster:
     ) -> list[int]:
         return self.model.expected_tokens(prompt, count, sampling)
 
+    def inject(self, *faults: Fault) -> None:
+        """Arm `faults` in the workers that they name; for a cluster made `faulty`."""
+        for injector in self.injectors.values():
+            injector.arm(faults)
+
     # -- time and messages --------------------------------------------------------------------
 
     def deliver(self, channel: tuple[str, str]) -> None:
@@ -598,6 +620,11 @@ class Cluster:
             wake_ns
             for worker in self.workers.values()
             if (wake_ns := worker.legs.next_wake_ns()) is not None
+        ]
+        wakes += [
+            due_ns
+            for injector in self.injectors.values()
+            if (due_ns := injector.next_due_ns) is not None
         ]
         now_ns = self.clock.monotonic_ns()
         if wakes and min(wakes) > now_ns:

@@ -21,7 +21,7 @@ from server.config import ProcessConfig
 from server.errors import StartError
 from server.heartbeat import HeartbeatThread, Progress
 from server.injection.injector import Injector
-from server.injection.process import heartbeat_outbox, make_injector, recorder_clock, refuse
+from server.injection.process import heartbeat_outbox, make_injector, recorder_class, refuse
 from server.injection.transfers import (
     FaultyTcpTransfer,
     disturb,
@@ -450,7 +450,7 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
         stack.enter_context(stop_on_signals(stop, transfer.wake))
         inbox = Inbox(config.endpoint, on_arrival=transfer.wake, clock=clock)
         stack.callback(inbox.close)
-        recorder = open_recorder(config, Role.TRANSFER, recorder_clock(clock, injector))
+        recorder = open_recorder(config, Role.TRANSFER, clock, recorder_class(injector))
         stack.callback(recorder.close)
         outbox = Outbox()
         stack.callback(outbox.close)
@@ -459,7 +459,7 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
         worker = TransferWorker(
             config,
             transfer=transfer,
-            inbox=faulty_source(inbox, outbox, injector, clock),
+            inbox=faulty_source(inbox, injector, clock),
             outbox=faulty_sink(outbox, injector),
             recorder=recorder,
             progress=progress,

@@ -100,6 +100,23 @@ def test_option_without_effect_in_the_mode_is_refused(mode: str, option: str) ->
     assert f"{name} has no effect with --mode {mode}" in line
 
 
+def test_faults_need_permission_and_their_file_is_checked(tmp_path: Path) -> None:
+    file = tmp_path / "faults.json"
+    file.write_text('[{"kind": "pause", "ms": 1, "at": "decode-1"}]')
+    assert "--allow-faults" in refusal("--faults", str(file))
+    line = refusal("--allow-faults", "--faults", str(file))
+    assert "fault 1 (pause): at is 'decode-1', expected one of decode, decode-0," in line
+    missing = refusal("--allow-faults", "--faults", str(tmp_path / "none"))
+    assert missing.endswith("none cannot be read: No such file or directory")
+
+
+def test_faults_for_a_server_that_is_not_there_are_one_line(tmp_path: Path) -> None:
+    done = server("inject", "--run-dir", str(tmp_path), '{"kind": "pause", "ms": 1}')
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "--run-dir names the folder of a running server" in line
+
+
 def test_busy_agent_port_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     with listen("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])

@@ -1,0 +1,173 @@
+"""Faults injected into a whole server: by a file at its start, by the command while it runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server.injection.fault import Delay, Direction, Drop, Pause, Place, Raise, Repeat
+from tests.support.completions import Ask, ask
+from tests.support.injection import clear, inject, injected, wait_injected
+from tests.support.server import ROOT, RunningServer, running_server
+
+pytestmark = pytest.mark.server
+
+AT_START = [
+    {"kind": "delay", "at": "decode", "message": "CopyDone", "ms": 300},
+    {"kind": "raise", "at": "prefill-0", "place": "step"},
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "faults.json").write_text(json.dumps(AT_START))
+    options = ("--allow-faults", "--faults", str(folder / "faults.json"))
+    with running_server(folder / "run", *options) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def nothing_armed_afterwards(server: RunningServer) -> Iterator[None]:
+    yield
+    assert all(report.armed == 0 for report in clear(server).values())
+    assert ask(server, Ask(request_id="probe")).status == 200
+
+
+def command(server: RunningServer, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "server", "inject", "--run-dir", str(server.run_dir), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_faults_of_the_file_are_armed_from_the_start(server: RunningServer) -> None:
+    wait_injected(server, "raise.step", at="prefill-0")
+    assert ask(server, Ask(request_id="late-copy")).status == 200
+    assert injected(server, at="decode-0")["delay.CopyDone"] == 1
+    assert "injected: CopyDone received number 1 comes 300 ms late" in server.log("decode-0")
+
+
+def test_the_command_arms_tells_and_clears(server: RunningServer) -> None:
+    armed = command(
+        server, "--json", '[{"kind": "drop", "message": "Abort", "at": "decode", "nth": 1000}]'
+    )
+    assert armed.returncode == 0, armed.stderr
+    reports = json.loads(armed.stdout)
+    assert set(reports) == {"gateway-0", "prefill-0", "transfer-0", "decode-0"}
+    assert reports["decode-0"]["armed"] == 1
+    assert reports["prefill-0"]["armed"] == 0
+    told = command(server)
+    assert "decode-0" in told.stdout
+    cleared = command(server, "--clear", "--json")
+    assert json.loads(cleared.stdout)["decode-0"]["armed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('{"kind": "pause", "ms": 1, "at": "decode-1"}', "at is 'decode-1', expected one of dec"),
+        ('[{"kind": "drop", "message": "Nothing"}]', "fault 1.message: 'Nothing' is no message"),
+        ("/no/such/file.json", "cannot be read: No such file or directory"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be_done(
+    server: RunningServer, text: str, error: str
+) -> None:
+    refused = command(server, text)
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert error in line
+
+
+def test_messages_of_all_processes_can_be_hit(server: RunningServer) -> None:
+    faults = (
+        Drop(at="decode", message="Heartbeat", direction=Direction.SENT),
+        Drop(at="gateway", message="Heartbeat"),
+        Drop(at="transfer", message="RegisterPool"),
+        Delay(at="gateway", message="LegClosed", ms=30),
+        Repeat(at="prefill", message="CopyJob", direction=Direction.SENT),
+        Delay(at="transfer", message="CopyDone", direction=Direction.SENT, ms=30),
+        Repeat(at="gateway", message="DecodeRequest", direction=Direction.SENT),
+    )
+    before = injected(server)
+    inject(server, *faults)
+    answer = ask(server, Ask(prompt="which", request_id="hit"))
+    assert answer.status == 200
+    assert answer.text == ask(server, Ask(prompt="which", request_id="not-hit")).text
+    for name, times in (
+        ("drop.Heartbeat", 2),
+        ("drop.RegisterPool", 1),
+        ("delay.LegClosed", 1),
+        ("repeat.CopyJob", 1),
+        ("delay.CopyDone", 1),
+        ("repeat.DecodeRequest", 1),
+    ):
+        wait_injected(server, name, before[name] + times)
+
+
+def test_raises_outside_of_requests_reach_no_request(server: RunningServer) -> None:
+    before = injected(server)
+    inject(
+        server,
+        *(Raise(at=at, place=Place.RECORDER) for at in ("gateway", "prefill", "decode")),
+        Raise(place=Place.METRICS),
+        Raise(at="gateway", place=Place.STEP),
+        Raise(at="gateway", place=Place.MESSAGE, message="Heartbeat"),
+    )
+    assert ask(server, Ask(request_id="unharmed")).status == 200
+    for name, times in (
+        ("raise.recorder", 3),
+        ("raise.metrics", 1),
+        ("raise.step", 1),
+        ("raise.message", 1),
+    ):
+        wait_injected(server, name, before[name] + times)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Raise(at="prefill", place=Place.ENGINE, count=None), "engine_error"),
+        (Raise(at="decode", place=Place.ENGINE, count=None), "engine_error"),
+        (Raise(at="decode", place=Place.MESSAGE, message="Handoff", count=None), "internal"),
+        (Raise(at="transfer", place=Place.COPY, count=None), "internal"),
+    ],
+)
+def test_a_raise_in_a_requests_way_fails_it_with_its_reason(
+    server: RunningServer, fault: Raise, reason: str
+) -> None:
+    before = injected(server)
+    inject(server, fault)
+    answer = ask(server, Ask(prompt=f"{fault.at}, {fault.place}"))
+    assert answer.status in (500, 502)
+    assert answer.body["error"]["code"] == reason
+    wait_injected(server, fault, before[f"raise.{fault.place}"] + 1)
+
+
+@pytest.mark.parametrize("at", ["gateway-0", "prefill-0", "transfer-0", "decode-0"])
+def test_every_loop_can_be_paused(server: RunningServer, at: str) -> None:
+    before = injected(server, at=at)
+    inject(server, Pause(at=at, ms=200))
+    wait_injected(server, "pause", before["pause"] + 1, at=at)
+
+
+def test_a_server_that_allows_no_faults_is_told_nothing(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    state = json.loads((server.run_dir / "server.json").read_text())
+    state["settings"]["allow_faults"] = False
+    (tmp_path / "server.json").write_text(json.dumps(state))
+    refused = command(server, "--run-dir", str(tmp_path))
+    assert refused.returncode == 2
+    assert "allows no faults: start it with --allow-faults" in refused.stderr
