@@ -163,6 +163,13 @@ class RunDir:
         self._lock_fd = -1
 
 
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that is the user's alone. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+
+
 def timestamped(parent: Path, prefix: str = "") -> Path:
     """An unused path below `parent` named by the local time, such as `run/20250131-235959`."""
     name = prefix + time.strftime("%Y%m%d-%H%M%S")

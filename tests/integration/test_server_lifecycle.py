@@ -123,7 +123,7 @@ def test_server_whose_run_directory_cannot_be_written_serves_and_replaces_its_ag
         assert ask(server, Ask(request_id="after")).status == 200
         assert server.stop() == 0
     warning = f"warning: cannot write {tmp_path}/run/server.json, which is out of date: Is a dir"
-    assert (tmp_path / "run.stderr").read_text().count(warning) == 2
+    assert (tmp_path / "run.stderr").read_text().count(warning) == 1  # not with each change
 
 
 @pytest.mark.parametrize("option", ["--agent-port=0", "--agent-port=-1"])
