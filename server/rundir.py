@@ -234,9 +234,20 @@ def _remove_own(path: Path) -> None:
         entry = path / name
         if entry.is_symlink() or entry.is_file():
             raise StartError(f"{entry} is not a folder: choose another --run-dir")
+        if name == "sock":
+            _refuse_foreign_files(entry)
         shutil.rmtree(entry, ignore_errors=True)
     for name in _FILES:
         (path / name).unlink(missing_ok=True)
+
+
+def _refuse_foreign_files(sockets: Path) -> None:
+    """What a killed server left there are sockets; anything else is somebody's."""
+    for entry in sorted(sockets.glob("*")):
+        if not entry.is_socket():
+            raise StartError(
+                f"{entry} exists and is not a socket; move it away, it is left untouched"
+            )
 
 
 def _free_bytes(folder: Path) -> int:
