@@ -135,14 +135,20 @@ class HeartbeatThread:
         )
         self._seq = 0
         self._stopping = threading.Event()
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
+    def beat_now(self) -> None:
+        """Let the next beat not wait for its time: others must know at once what has changed."""
+        self._wake.set()
+
     def stop(self, timeout_s: float = 2.0) -> None:
         """Send the last beat and wait for the thread, at most `timeout_s`. Idempotent."""
         self._stopping.set()
+        self._wake.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
@@ -152,16 +158,18 @@ class HeartbeatThread:
         errands = [_Errand(self._beat), _Errand(self._register)]
         try:
             while True:
-                last = self._stopping.is_set()
+                at_once = self._wake.is_set()
+                self._wake.clear()
+                last = self._stopping.is_set()  # `stop` sets it before it wakes this thread
                 for errand in errands:
                     now_s = time.monotonic()
-                    if last or now_s >= errand.due_s:
+                    if last or at_once or now_s >= errand.due_s:
                         taken = self._tell(errand, outbox)
                         errand.due_s = now_s + (every_s if taken else min(RETRY_S, every_s))
                 if last:
                     return
                 due_s = min(errand.due_s for errand in errands)
-                self._stopping.wait(max(0.0, due_s - time.monotonic()))
+                self._wake.wait(max(0.0, due_s - time.monotonic()))
         finally:
             outbox.close()
 

@@ -97,6 +97,8 @@ def serve(
         _logger.info("%s serves at %s", config.instance, config.endpoint)
         while not stop.is_set():
             take_step(worker)
+        progress.draining = True
+        heartbeat.beat_now()  # from here on requests are refused
         stop_worker(worker, grace_s=config.settings.deadlines.stop_s)
     _logger.info("%s stopped", config.instance)
 

@@ -26,7 +26,7 @@ from server.config import ProcessConfig, Settings
 from server.rundir import RunDir
 from server.wire.endpoints import MAX_PATH_BYTES
 from tests.integration.conftest import FAST_FAKE
-from tests.support.completions import Answer, Ask, ask
+from tests.support.completions import Answer, Ask, ask, ask_all
 from tests.support.recorded import in_flight, is_root, spans_of, wait_for
 from tests.support.server import ROOT, RunningServer, is_running, running_server
 
@@ -233,10 +233,8 @@ def test_hung_worker_is_reported_left_alone_and_used_again(
         assert server.pid(holder) == pid
 
     def is_used() -> bool:
-        name = f"back-{time.monotonic_ns()}"
-        with ThreadPoolExecutor() as pool:
-            names = [f"{name}-{number}" for number in range(4)]
-            list(pool.map(lambda each: ask(server, named(PROBE, each)), names))
+        names = [f"back-{time.monotonic_ns()}-{number}" for number in range(4)]
+        ask_all(server, [named(PROBE, name) for name in names])
         return holder in {decode_worker_of(server, each) for each in names}
 
     wait_for(is_used, f"{holder} being used again")

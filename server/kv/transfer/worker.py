@@ -482,6 +482,7 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
         while not stop.is_set():
             take_step(worker, IDLE_WAIT_S)
         progress.draining = True
+        heartbeat.beat_now()
         end_s = time.monotonic() + GRACE_S
         while not worker.jobs.is_idle and time.monotonic() < end_s:
             take_step(worker, 0.02)

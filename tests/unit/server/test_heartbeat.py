@@ -190,3 +190,14 @@ def test_who_is_away_hears_of_everybody_as_soon_as_it_is_back(
     told = [taken for endpoint, taken in outbox.sent if endpoint == transfer.endpoint]
     assert told == [False, True]
     thread.stop()
+
+
+def test_a_drain_is_told_without_waiting_for_a_beat(gateway: Inbox) -> None:
+    progress = Progress()
+    thread = HeartbeatThread(config(gateway, None, 3600.0), progress)
+    thread.start()
+    assert not next_beat(gateway).draining
+    progress.draining = True
+    thread.beat_now()
+    assert next_beat(gateway).draining
+    thread.stop()
