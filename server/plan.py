@@ -95,8 +95,13 @@ def agent_config(settings: Settings, *, endpoint: Callable[[str], str]) -> Proce
 
 def successor(config: ProcessConfig) -> ProcessConfig:
     """What the process after this one is told: the same name and address, another incarnation, and
-    another KV pool, since a transfer process may still have this one's mapped."""
-    config = msgspec.structs.replace(config, incarnation=secrets.token_hex(8))
+    another KV pool, since a transfer process may still have this one's mapped. Faults that were
+    armed in it, at start or later, went with it."""
+    config = msgspec.structs.replace(
+        config,
+        settings=msgspec.structs.replace(config.settings, faults=()),
+        incarnation=secrets.token_hex(8),
+    )
     if config.pool_path is None:
         return config
     return msgspec.structs.replace(

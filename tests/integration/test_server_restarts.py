@@ -6,10 +6,12 @@ whole: all processes ready, a request served with the text that it always had.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +25,14 @@ import pytest
 from pdtrace import semconv as a
 from pdtrace.stages import Outcome
 from server.config import ProcessConfig, Settings
+from server.injection.fault import Pause
 from server.rundir import RunDir
-from server.wire.endpoints import MAX_PATH_BYTES
+from server.wire.endpoints import MAX_PATH_BYTES, EndpointDirectory
+from server.wire.messages import InjectFaults
+from server.wire.sockets import Outbox
 from tests.integration.conftest import FAST_FAKE
 from tests.support.completions import Answer, Ask, ask, ask_all
+from tests.support.own_server import OwnServer, own_server
 from tests.support.recorded import in_flight, is_root, spans_of, wait_for
 from tests.support.server import ROOT, RunningServer, is_running, running_server
 
@@ -307,6 +313,45 @@ def test_two_interrupts_stop_a_busy_server_and_leave_no_process(tmp_path: Path) 
                 answer.result()  # whatever it is: nobody hangs
         assert not [pid for pid in pids if is_running(pid)]
         assert "Traceback" not in server.stderr
+
+
+@pytest.mark.case("FAIL-08")
+def test_worker_whose_loop_alone_hangs_is_reported_though_it_beats(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with (
+        own_server(run_dir, stalled_after_s=0.5) as server,
+        contextlib.closing(Outbox()) as outbox,
+        ThreadPoolExecutor() as pool,
+    ):
+        begun = [threading.Event(), threading.Event()]  # in turn: one at each decode worker
+        streams = [pool.submit(stream, server, event) for event in begun]
+        assert all(event.wait(60) for event in begun)
+        hang = InjectFaults(faults=(Pause(ms=5000),))
+        assert outbox.send(EndpointDirectory(run_dir).endpoint("decode-0"), hang)
+        server.wait_until(lambda: server.status("/health") == 503, "an unhealthy server")
+        (hung,) = [p for p in server.health()["processes"] if p["state"] != "ready"]
+        assert (hung["instance"], hung["state"]) == ("decode-0", "stalled")
+        assert hung["last_progress_age_s"] > 0.5
+        assert hung["reason"].startswith("has work but made no progress for ")
+        assert server.status("/ready") == 200, "the other pair serves"
+        server.wait_ready()
+        assert [each.result() for each in streams] == ["[DONE]", "[DONE]"], "it went on with it"
+
+
+def stream(server: OwnServer, begun: threading.Event) -> str:
+    """The last event of a long answer; `begun` is set with the first."""
+    body = {"model": server.model, "prompt": "hi", "max_tokens": 2000, "ignore_eos": True}
+    last = ""
+    with (
+        server.client() as client,
+        client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer,
+    ):
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                begun.set()
+                last = line.removeprefix("data: ")
+                assert "error" not in last
+    return last
 
 
 @pytest.mark.case("FAIL-12")

@@ -177,12 +177,13 @@ class LostConnections:
 
 
 def test_who_is_away_hears_of_everybody_as_soon_as_it_is_back(
-    gateway: Inbox, transfer: Inbox, monkeypatch: pytest.MonkeyPatch
+    gateway: Inbox, transfer: Inbox
 ) -> None:
     """Beats are an hour apart: what is said again is what was refused, and only that."""
     outbox = LostConnections({gateway.endpoint: 3, transfer.endpoint: 1})
-    monkeypatch.setattr("server.heartbeat.Outbox", lambda: outbox)
-    thread = HeartbeatThread(config(gateway, transfer, 3600.0), Progress(), pool=POOL)
+    thread = HeartbeatThread(
+        config(gateway, transfer, 3600.0), Progress(), pool=POOL, make_outbox=lambda: outbox
+    )
     thread.start()
     assert outbox.quiet.wait(30.0)
     told = [taken for endpoint, taken in outbox.sent if endpoint == gateway.endpoint]

@@ -16,6 +16,7 @@ from server import children
 from server.children import Child, explain_crash, explain_start_failure
 from server.config import ProcessConfig, Settings, flag
 from server.errors import StartError
+from server.injection.fault import Pause
 from server.launch import Launcher, thread_limits
 from server.listening import is_ready, listen, reachable_host
 from server.plan import plan_processes, pool_bytes, successor
@@ -83,6 +84,13 @@ def test_successor_is_found_where_the_one_before_was_and_shares_nothing_with_it(
     assert after == msgspec.structs.replace(
         before, incarnation=after.incarnation, pool_path=after.pool_path
     )
+
+
+def test_successor_does_not_suffer_the_faults_of_the_one_before() -> None:
+    fault = Pause(at="decode-0", ms=1)
+    before = plan(Settings(allow_faults=True, faults=(fault,)))["decode-0"]
+    assert before.settings.faults == (fault,)
+    assert successor(before).settings.faults == ()
 
 
 def test_successor_of_a_process_without_a_pool_has_none() -> None:
