@@ -21,7 +21,8 @@ from benchmarks.switched_process import ARMS, Arm, Word, rings_path, words_of
 from pdtrace.ring.reader import RingReader
 from server import children
 from server.config import NO_AGENT_HTTP, Settings
-from server.launch import Launcher, agent_config, thread_limits
+from server.launch import Launcher, thread_limits
+from server.plan import agent_config
 from server.process import AGENT
 
 _START_S = 180.0
@@ -65,7 +66,7 @@ class SwitchedServer:
         self.model = launcher.model_name
         self._arms = arms
         self._agents = agents
-        self._pids = [child.pid for child in launcher.children]
+        self._pids = [child.pid for child in launcher.supervisor.children]
         self._words = [words_of(path) for path in arms.glob("*.words")]
         self._readers = {
             arm: [RingReader(path) for path in sorted(rings_path(arms, arm).iterdir())]
@@ -131,7 +132,7 @@ def running(folder: Path, *, endpoint: str) -> Generator[SwitchedServer]:
         run_dir=str(folder / "server"), port=0, record=False, agent_port=NO_AGENT_HTTP
     )
     launcher = Launcher.prepare(settings)
-    launcher.process_module = "benchmarks.switched_process"
+    launcher.supervisor.module = "benchmarks.switched_process"
     arms = launcher.run_dir.path / "arms"
     agents: dict[Arm, children.Child] = {}
     try:

@@ -11,6 +11,7 @@ from pdtrace.live.stuck import StuckPolicy
 from pdtrace.stopping import StopFlag, stop_on_signals
 from server.config import NO_AGENT_HTTP, ProcessConfig
 from server.errors import StartError
+from server.readiness import announce_ready
 from server.request import stage_deadlines
 
 
@@ -25,6 +26,7 @@ def run(config: ProcessConfig) -> None:
     stop = StopFlag()
     try:
         with stop_on_signals(stop):
+            announce_ready(config)
             run_agent(
                 settings.rings_path,
                 out=settings.run_path,

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from server.process import EXIT_START_ERROR
+
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 PROCESS_MODULE = "server.process"
 """Entry of every child, unless the launcher is told another."""
@@ -50,15 +52,27 @@ class Child:
             return []
         return [line for line in text.splitlines() if line.strip()][-lines:]
 
+    @property
+    def name(self) -> str:
+        """Which process this is: `decode-0 (pid 7)`."""
+        return f"{self.instance} (pid {self.pid})"
+
     def describe_exit(self) -> str:
         """How it ended, as a phrase: `decode-0 (pid 7) was killed by SIGKILL`."""
         code = self.exit_code
-        who = f"{self.instance} (pid {self.pid})"
         if code is None:
-            return f"{who} is running"
+            return f"{self.name} is running"
         if code < 0:
-            return f"{who} was killed by {signal.Signals(-code).name}"
-        return f"{who} exited with code {code}"
+            return f"{self.name} was killed by {signal.Signals(-code).name}"
+        return f"{self.name} exited with code {code}"
+
+    def take_stop_change(self) -> bool | None:
+        """True: a signal stopped it, False: it continues; None: no change since the last call."""
+        try:
+            found = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+        except ChildProcessError:  # it ended, and that was noticed
+            return None
+        return None if found is None else found.si_code == os.CLD_STOPPED
 
 
 def spawn(
@@ -110,6 +124,20 @@ def stop(
         running = [child for child in running if child.exit_code is None]
     kill(running)
     return running
+
+
+def explain_start_failure(child: Child) -> str:
+    """One line where the child left one, else how it ended and the end of its log."""
+    tail = child.log_tail()
+    if child.exit_code == EXIT_START_ERROR and tail and tail[-1].startswith("error: "):
+        return f"{child.instance}: {tail[-1].removeprefix('error: ')}"
+    return explain_crash(child)
+
+
+def explain_crash(child: Child) -> str:
+    """How `child` ended, and the last lines of its log."""
+    quoted = "".join(f"\n  {line}" for line in child.log_tail())
+    return f"{child.describe_exit()}; the end of {child.log}:{quoted or ' (empty)'}"
 
 
 def wait(child: Child, *, timeout_s: float, hurry: Callable[[], bool]) -> int | None:

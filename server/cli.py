@@ -200,6 +200,13 @@ def up(
             help="Loopback port where the agent tells what is in flight; 0: any free one, -1: none."
         ),
     ] = DEFAULTS.agent_port,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart/--no-restart",
+            help="Start a process again that ended; or stop the whole server when one ends.",
+        ),
+    ] = DEFAULTS.restart,
     start_timeout: Annotated[
         float, typer.Option(help="Seconds to wait until a generation is possible.")
     ] = 180.0,
@@ -210,7 +217,9 @@ def up(
     """Start gateway, prefill, transfer, decode and the recording's agent; run until stopped.
 
     Ctrl-C or SIGTERM stops in order: open requests are drained, everything recorded is exported.
-    Exit code 0: stopped as asked; 1: a process ended unasked; 2: the server cannot start.
+    A process that ends is started again, and the others go on. Exit code 0: stopped as asked; 1: a
+    process failed five times in a row before it served, or ended with --no-restart; 2: the server
+    cannot start.
     """
     chosen = run_dir or timestamped(RUNS)
     try:
@@ -250,6 +259,7 @@ def up(
             faults=() if faults is None else read_faults(faults),
             record=record,
             agent_port=agent_port,
+            restart=restart,
         )
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -266,7 +276,7 @@ def up(
         def on_ready(launcher: Launcher) -> None:
             status.stop()
             if as_json:
-                print(json.dumps(msgspec.to_builtins(launcher.state(ready=True))), flush=True)
+                print(json.dumps(msgspec.to_builtins(launcher.state())), flush=True)
             else:
                 describe(launcher, Console(highlight=False))
 
@@ -362,7 +372,7 @@ def refuse_without_effect(context: typer.Context, mode: Mode) -> None:
 
 def describe(launcher: Launcher, console: Console) -> None:
     """Print where the server is, who runs, and commands to try."""
-    state = launcher.state(ready=True)
+    state = launcher.state()
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("process", "pid", "log"):
         table.add_column(name)

@@ -112,6 +112,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     record: bool = True
     agent_port: int = 0  # where the recording's agent answers; 0: any free one, -1: nowhere
     api_key: str | None = None
+    restart: bool = True  # a process that ended is started again; else the server stops
     deadlines: Deadlines = Deadlines()
 
     def __post_init__(self) -> None:
@@ -204,6 +205,7 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer_endpoint   inbox of the transfer process on its host; None in colocated mode
     transfer_address    host:port where this host receives KV over TCP; None with shm
     pool_path           backing file of its KV pool; None for gateway and transfer
+    ready_fd            pipe through which it tells the launcher that it serves
     until_closed        the agent: end once everything that was recorded is exported
     """
 
@@ -217,4 +219,5 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer_address: str | None = None
     pool_path: str | None = None
     http_fd: int | None = None  # gateway: listening socket inherited from the launcher
+    ready_fd: int | None = None
     until_closed: bool = False

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 from pdtrace.clock import SYSTEM_CLOCK, Clock
@@ -19,6 +21,8 @@ from server.kv.pool import PoolDescriptor
 from server.round_trips import RoundTrips
 from server.wire.messages import AnyMessage, Heartbeat, Peer, RegisterPool, WorkerLoad
 from server.wire.sockets import Outbox
+
+RETRY_S = 0.05
 
 
 class BeatOutbox(Protocol):
@@ -32,6 +36,14 @@ class BeatOutbox(Protocol):
 MakeOutbox: TypeAlias = Callable[[], BeatOutbox]
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Errand:
+    """Something to be told: `tell` is False when its receiver did not take it."""
+
+    tell: Callable[[BeatOutbox], bool]
+    due_s: float = 0.0
 
 
 class ProgressState(NamedTuple):
@@ -92,8 +104,10 @@ class HeartbeatThread:
     """Sends a Heartbeat to the gateway every `heartbeat_s`, the first at once, and RegisterPool to
     the host's transfer process where `pool` is given.
 
-    `stop` sends a last beat with `draining` set. A beat that cannot be sent is dropped, since the
-    next one says the same. Answers arrive in the process's inbox; `round_trips` matches them.
+    `stop` sends a last beat with `draining` set. What a peer does not take, because its connection
+    is lost, is said again every `RETRY_S` until it does: a process that starts again at its address
+    hears of everybody as soon as it can be reached. Answers arrive in the process's inbox;
+    `round_trips` matches them.
     """
 
     def __init__(
@@ -121,40 +135,60 @@ class HeartbeatThread:
         )
         self._seq = 0
         self._stopping = threading.Event()
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
+    def beat_now(self) -> None:
+        """Let the next beat not wait for its time: others must know at once what has changed."""
+        self._wake.set()
+
     def stop(self, timeout_s: float = 2.0) -> None:
         """Send the last beat and wait for the thread, at most `timeout_s`. Idempotent."""
         self._stopping.set()
+        self._wake.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
         outbox = self._make_outbox()  # here: it belongs to this thread
+        every_s = self._config.settings.heartbeat_s
+        errands = [_Errand(self._beat), _Errand(self._register)]
         try:
             while True:
-                last = self._stopping.is_set()
-                try:
-                    self._beat(outbox, draining=last or self._progress.draining)
-                except Exception:  # a worker whose heart stopped would be taken for dead
-                    _logger.exception("heartbeat of %s failed; it goes on", self._config.instance)
+                at_once = self._wake.is_set()
+                self._wake.clear()
+                last = self._stopping.is_set()  # `stop` sets it before it wakes this thread
+                for errand in errands:
+                    now_s = time.monotonic()
+                    if last or at_once or now_s >= errand.due_s:
+                        taken = self._tell(errand, outbox)
+                        errand.due_s = now_s + (every_s if taken else min(RETRY_S, every_s))
                 if last:
                     return
-                self._stopping.wait(self._config.settings.heartbeat_s)
+                due_s = min(errand.due_s for errand in errands)
+                self._wake.wait(max(0.0, due_s - time.monotonic()))
         finally:
             outbox.close()
 
-    def _beat(self, outbox: BeatOutbox, *, draining: bool) -> None:
+    def _tell(self, errand: _Errand, outbox: BeatOutbox) -> bool:
+        try:
+            return errand.tell(outbox)
+        except Exception:  # a worker whose heart stopped would be taken for dead
+            _logger.exception("heartbeat of %s failed; it goes on", self._config.instance)
+            return True
+
+    def _beat(self, outbox: BeatOutbox) -> bool:
+        draining = self._stopping.is_set() or self._progress.draining
         # Read age before load: a tick in between makes the beat look older, never fresher.
         age_s = self._progress.age_s
         state = self._progress.state
         self._seq += 1
         sent_ns = self._clock.monotonic_ns()
         self._round_trips.sending(self._seq, sent_ns)
-        outbox.send(
+        return outbox.send(
             self._config.gateway_endpoint,
             Heartbeat(
                 peer=self._peer,
@@ -170,7 +204,9 @@ class HeartbeatThread:
                 ignored=dict(state.ignored),
             ),
         )
-        if self._pool is not None and self._config.transfer_endpoint is not None:
-            outbox.send(
-                self._config.transfer_endpoint, RegisterPool(peer=self._peer, pool=self._pool)
-            )
+
+    def _register(self, outbox: BeatOutbox) -> bool:
+        endpoint = self._config.transfer_endpoint
+        if self._pool is None or endpoint is None:
+            return True
+        return outbox.send(endpoint, RegisterPool(peer=self._peer, pool=self._pool))

@@ -1,7 +1,12 @@
-"""Start a server, watch it, stop it.
+"""Start a server, keep it running, stop it.
 
-Owns which processes a server has, their endpoints and the order of stopping; the command line is
-`server.cli`, pids and exits are `server.children`, folders and locks are `server.rundir`.
+Owns what a server is as a whole: its sockets and directory, the order of stopping, what
+`server.json` says. Which processes there are is `server.plan`, that they are started again is
+`server.supervisor`, pids and exits are `server.children`, folders and locks are `server.rundir`;
+the command line is `server.cli`.
+
+The launcher keeps the public socket open, so that a gateway may be replaced: connections that come
+meanwhile wait in the backlog.
 
 Order of stopping: gateway (drains), workers, transfer, agent. The agent is last, so that what the
 others recorded while they stopped is exported too.
@@ -10,16 +15,13 @@ others recorded while they stopped is exported too.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
-import logging
 import os
-import secrets
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -27,37 +29,34 @@ from types import FrameType
 import msgspec
 
 from server import children
-from server.children import PROCESS_MODULE, Child
-from server.config import COLOCATED, NO_AGENT_HTTP, PD, ProcessConfig, Settings
-from server.disk_cache import DiskCache
-from server.engine.config import load_config
-from server.engine.fake import FakeModel
+from server.children import Child, explain_start_failure
+from server.config import NO_AGENT_HTTP, Settings
 from server.engine.loader import load_model_info
 from server.errors import ServerError, StartError
-from server.kv.layout import KvLayout
-from server.models import is_fake, locate_model
+from server.listening import choose_agent_port, free_loopback_port, is_ready, listen, reachable_host
+from server.models import is_fake
+from server.plan import agent_config, plan_processes, pool_bytes
 from server.process import AGENT, EXIT_START_ERROR
-from server.rundir import RunDir, point_latest
+from server.rundir import RunDir, point_latest, write_private
+from server.serve import DRAIN_S
+from server.supervision import RestartPolicy
+from server.supervisor import Member, ServerCrashedError, Supervisor
 
 STATE_VERSION = 1
 _POLL_S = 0.1
 _STOP_S = 10.0
 _AGENT_STOP_S = 20.0
-_AGENT_RESTART_S = (1.0, 60.0)  # first and longest pause before a dead agent is started again
 _STOP_ORDER = (("gateway",), ("prefill", "decode", "worker"), ("transfer",), (AGENT,))
-
-logger = logging.getLogger(__name__)
-
-
-class ServerCrashedError(ServerError):
-    """A process of the running server ended unasked; the message has its last log lines."""
-
-    code = "server_crashed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerState:
-    """What a running server tells others: printed by `up --json`, written to `server.json`."""
+    """What a running server tells others: printed by `up --json`, written to `server.json`.
+
+    processes   the present process of each instance, with its state: starting, ready, ended (and
+                soon replaced), stopped (by a signal), given_up
+    ready       it was ready once, and is not stopped
+    """
 
     url: str
     agent_url: str | None
@@ -73,176 +72,19 @@ class ServerState:
     stopped_at: float | None = None
 
 
-def plan_processes(
-    settings: Settings,
-    *,
-    endpoint: Callable[[str], str],
-    pools: Path,
-    http_fd: int,
-    free_port: Callable[[], int],
-) -> list[ProcessConfig]:
-    """Every serving process of one host (the agent is `agent_config`), in order of starting.
-
-    With `transfer="tcp"` the prefill side and the decode side get a transfer process each, as on
-    two hosts, and the bytes cross a TCP connection on loopback.
-    """
-    gateway = endpoint("gateway-0")
-
-    def process(role: str, index: int, **extra: str | int | None) -> ProcessConfig:
-        instance = f"{role}-{index}"
-        fields = {
-            "settings": settings,
-            "role": role,
-            "instance": instance,
-            "incarnation": secrets.token_hex(8),
-            "endpoint": endpoint(instance),
-            "gateway_endpoint": gateway,
-            **extra,
-        }
-        return ProcessConfig(**fields)  # pyright: ignore[reportArgumentType]  msgspec checks below
-
-    def pool(role: str, index: int) -> str:
-        return str(pools / f"{role}-{index}")
-
-    plan: list[ProcessConfig] = []
-    if settings.mode == COLOCATED:
-        plan += [
-            process("worker", index, pool_path=pool("worker", index))
-            for index in range(settings.workers)
-        ]
-    else:
-        hosts = 2 if settings.transfer == "tcp" else 1
-        addresses = [
-            f"127.0.0.1:{free_port()}" if settings.transfer == "tcp" else None for _ in range(hosts)
-        ]
-        plan += [
-            process("transfer", host, transfer_address=addresses[host]) for host in range(hosts)
-        ]
-        for role, count, host in (
-            ("prefill", settings.prefill, 0),
-            ("decode", settings.decode, hosts - 1),
-        ):
-            plan += [
-                process(
-                    role,
-                    index,
-                    pool_path=pool(role, index),
-                    transfer_endpoint=endpoint(f"transfer-{host}"),
-                    transfer_address=addresses[host],
-                )
-                for index in range(count)
-            ]
-    plan.append(process("gateway", 0, http_fd=http_fd))
-    return plan
-
-
-def agent_config(settings: Settings, *, endpoint: Callable[[str], str]) -> ProcessConfig:
-    """The recording's agent; it speaks to no other process."""
-    return ProcessConfig(
-        settings=settings,
-        role=AGENT,
-        instance=AGENT,
-        incarnation=secrets.token_hex(8),
-        endpoint=endpoint(AGENT),
-        gateway_endpoint=endpoint("gateway-0"),
-    )
-
-
-def pool_bytes(settings: Settings) -> int:
-    """Bytes of all KV pools together. Raises ModelError when the model's files are unusable."""
-    if is_fake(settings.model):
-        layout = FakeModel().layout(settings.page_size)
-    else:
-        config = load_config(locate_model(settings.model), DiskCache.default())
-        layout = KvLayout(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            page_size=settings.page_size,
-            dtype=settings.dtype,
-        )
-    if settings.mode == PD:
-        pages = settings.prefill * settings.prefill_pages + settings.decode * settings.decode_pages
-    else:
-        pages = settings.workers * settings.decode_pages
-    return pages * layout.page_bytes
-
-
-def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
-    """A socket that listens. Raises StartError, naming `option`, when it cannot."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise StartError(f"host {host!r} cannot be resolved: {error}") from error
-    listener = socket.socket(family, kind, proto)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(512)
-    except OSError as error:
-        listener.close()
-        raise StartError(
-            f"port {port} on {host} cannot be used ({error.strerror}): choose another with {option}"
-        ) from error
-    return listener
-
-
-def free_loopback_port() -> int:
-    """A TCP port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def choose_agent_port(settings: Settings) -> int:
-    """Where the agent is to answer, so that a restarted one answers there too; -1 for nowhere.
-
-    Raises StartError when the port that was asked for is taken.
-    """
-    if not settings.record or settings.agent_port == NO_AGENT_HTTP:
-        return NO_AGENT_HTTP
-    with listen("127.0.0.1", settings.agent_port, option="--agent-port") as probe:
-        return int(probe.getsockname()[1])
-
-
-def is_ready(host: str, port: int) -> bool:
-    """Whether GET /ready answers 200. False while the gateway is not up."""
-    connection = http.client.HTTPConnection(host, port, timeout=2.0)
-    try:
-        connection.request("GET", "/ready")
-        return connection.getresponse().status == http.HTTPStatus.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
-
-
-def reachable_host(host: str) -> str:
-    """The address under which this machine reaches a socket bound to `host`."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104
-
-
 @dataclass(slots=True)
 class Launcher:
-    """One server. `start`, `wait_until_ready`, `watch`, `stop`; `stop` is safe at any point.
-
-    process_module   what the children run: takes the arguments of `server.process`
-    """
+    """One server. `start`, `wait_until_ready`, `watch`, `stop`; `stop` is safe at any point."""
 
     settings: Settings
     run_dir: RunDir
     listener: socket.socket
     model_name: str
-    children: list[Child] = field(default_factory=list[Child])
+    supervisor: Supervisor
     started_at: float = field(default_factory=time.time)
-    process_module: str = PROCESS_MODULE
     _signals: int = 0
     _was_ready: bool = False
-    _agent_pause_s: float = _AGENT_RESTART_S[0]
-    _agent_due_s: float | None = None
-    _plan: list[ProcessConfig] = field(default_factory=list[ProcessConfig])
+    _state_is_old: bool = False
 
     @classmethod
     def prepare(cls, settings: Settings, *, fresh: bool = False) -> Launcher:
@@ -273,7 +115,12 @@ class Launcher:
             served_name=settings.served_name or info.name,
             agent_port=agent_port,
         )
-        return cls(settings, run_dir, listener, settings.served_name or info.name)
+        supervisor = Supervisor(
+            run_dir,
+            policy=RestartPolicy(restart=settings.restart),
+            environment=thread_limits(settings.threads),
+        )
+        return cls(settings, run_dir, listener, settings.served_name or info.name, supervisor)
 
     @property
     def url(self) -> str:
@@ -296,9 +143,9 @@ class Launcher:
             signal.signal(number, self._on_signal)
 
     def start(self) -> None:
-        """Spawn all processes. The gateway owns the public socket from here on."""
+        """Spawn all processes. The gateway accepts connections from here on."""
         assert self.run_dir.pools is not None
-        self._plan = plan_processes(
+        plan = plan_processes(
             self.settings,
             endpoint=self.run_dir.endpoint,
             pools=self.run_dir.pools,
@@ -306,34 +153,36 @@ class Launcher:
             free_port=free_loopback_port,
         )
         if self.settings.record:
-            self._plan.insert(0, agent_config(self.settings, endpoint=self.run_dir.endpoint))
-        for config in self._plan:
+            plan.insert(0, agent_config(self.settings, endpoint=self.run_dir.endpoint))
+        for config in plan:
             try:
-                _write_private(self.run_dir.config(config.instance), msgspec.json.encode(config))
-                self.children.append(self._spawn(config))
+                self.supervisor.start(config, time.monotonic())
             except OSError as error:
                 raise StartError(
                     f"cannot start {config.instance} in {self.run_dir.path}: {error.strerror}. "
                     "Make room there, or choose another --run-dir"
                 ) from error
-        # While a copy stays open here, connections would be accepted after the gateway's death.
-        self.listener.close()
+        if not self.settings.restart:
+            # While a copy stays open here, connections would be accepted after the gateway's death.
+            self.listener.close()
         self._write_state()
 
     def wait_until_ready(self, *, timeout_s: float, progress: Callable[[float], None]) -> bool:
         """Wait until a generation is possible; False when a stop was asked for meanwhile.
 
-        Raises StartError with the reason when a process ends or time is up.
+        Raises StartError with the reason when a process ends or time is up: while nobody is served
+        yet, whoever started the server must hear of it at once.
         """
         begin = time.monotonic()
         host = reachable_host(self.settings.host)
         while not self.stop_requested:
-            exited = children.first_exited(self.children)
+            exited = self.supervisor.first_exited()
             if exited is not None:
                 raise StartError(explain_start_failure(exited))
             if is_ready(host, self.settings.port):
                 self._was_ready = True
-                self._write_state(ready=True)
+                self._look()
+                self._write_state()
                 return True
             waited = time.monotonic() - begin
             if waited > timeout_s:
@@ -346,19 +195,12 @@ class Launcher:
         return False
 
     def watch(self) -> None:
-        """Return when a stop is asked for. Raises ServerCrashedError when a process ends before.
+        """Keep every process running; return when a stop is asked for.
 
-        An agent that ends is started again: it goes on where the last one stopped, and serving
-        does not depend on it.
+        Raises ServerCrashedError when a process ends and is not to be started again.
         """
         while not self.stop_requested:
-            serving = [child for child in self.children if child.role != AGENT]
-            exited = children.first_exited(serving)
-            if exited is not None:
-                raise ServerCrashedError(explain_crash(exited))
-            agent = next((child for child in self.children if child.role == AGENT), None)
-            if agent is not None and agent.exit_code is not None:
-                self._restart_agent(agent)
+            self._look()
             time.sleep(_POLL_S)
 
     def stop(self) -> list[Child]:
@@ -367,35 +209,37 @@ class Launcher:
         Another signal meanwhile kills those that serve; the agent, which has their marks to
         export, is killed by the signal after it.
         """
+        self.listener.close()  # the gateway's copy is the last: who comes after it is refused
         killed: list[Child] = []
         already = self._signals
+        agent = self._agent()
+        agent_was_gone = agent is not None and agent.child.exit_code is not None
+        drain_s = self.settings.deadlines.drain_s
         for roles in _STOP_ORDER:
             more = 1 if AGENT in roles else 0
-            group = [child for child in self.children if child.role in roles]
             if "gateway" in roles:
-                timeout_s = self.settings.deadlines.drain_s + _STOP_S
+                timeout_s = drain_s + _STOP_S
+            elif "transfer" in roles:
+                timeout_s = _STOP_S
             else:
-                timeout_s = _AGENT_STOP_S if AGENT in roles else _STOP_S
+                timeout_s = _AGENT_STOP_S if AGENT in roles else drain_s + DRAIN_S + _STOP_S
             killed += children.stop(
-                group,
+                [child for child in self.supervisor.children if child.role in roles],
                 timeout_s=timeout_s,
                 hurry=lambda enough=already + more: self._signals > enough,
             )
-        agent = next((child for child in self.children if child.role == AGENT), None)
-        if agent is not None and agent not in killed and agent.exit_code and self._was_ready:
-            self._export_the_rest(agent, hurry=lambda: self._signals > already + 1)
+        if agent is not None and agent.child not in killed:
+            unfinished = agent_was_gone or agent.child.exit_code != 0
+            if unfinished and self._was_ready:
+                self._export_the_rest(agent, hurry=lambda: self._signals > already + 1)
         return killed
 
-    def _export_the_rest(self, agent: Child, *, hurry: Callable[[], bool]) -> None:
+    def _export_the_rest(self, agent: Member, *, hurry: Callable[[], bool]) -> None:
         """The agent died and was not back, or not yet able to stop in order: let another one read
         what is left in the rings."""
-        config = msgspec.structs.replace(
-            next(config for config in self._plan if config.instance == agent.instance),
-            until_closed=True,
-        )
+        config = msgspec.structs.replace(agent.config, until_closed=True)
         try:
-            _write_private(self.run_dir.config(config.instance), msgspec.json.encode(config))
-            last = self._spawn(config)
+            last = self.supervisor.run_once_more(agent, config)
         except OSError as error:
             trouble = f"no agent can be started: {error.strerror}"
         else:
@@ -403,21 +247,21 @@ class Launcher:
                 return
             children.kill([last])
             trouble = last.describe_exit()
-        _warn(
-            f"{trouble}; what was not exported is in the rings: "
+        _say(
+            f"warning: {trouble}; what was not exported is in the rings: "
             f"pdtrace agent --rings {self.settings.rings_path} --out {self.run_dir.path} "
             "--until-closed"
         )
 
     def close(self) -> None:
         """Kill whatever still runs and release the run directory. Idempotent."""
-        children.kill(self.children)
+        self.supervisor.close()
         self.listener.close()
-        if self.children:
+        if self.supervisor.members:
             self._write_state(stopped_at=time.time())
         self.run_dir.release()
 
-    def state(self, *, ready: bool = False, stopped_at: float | None = None) -> ServerState:
+    def state(self, *, stopped_at: float | None = None) -> ServerState:
         """What `server.json` says; the API key is left out."""
         settings = msgspec.to_builtins(self.settings)
         settings["api_key"] = None if self.settings.api_key is None else "(set)"
@@ -428,61 +272,42 @@ class Launcher:
             mode=self.settings.mode,
             pid=os.getpid(),
             run_dir=str(self.run_dir.path),
-            processes=[
-                {
-                    "instance": child.instance,
-                    "role": child.role,
-                    "pid": child.pid,
-                    "endpoint": config.endpoint,
-                    "log": str(child.log),
-                }
-                for child, config in zip(self.children, self._plan, strict=False)
-            ],
+            processes=[_describe(member) for member in self.supervisor.members],
             settings=settings,
             started_at=self.started_at,
-            ready=ready,
+            ready=self._was_ready and stopped_at is None,
             stopped_at=stopped_at,
         )
 
-    def _spawn(self, config: ProcessConfig) -> Child:
-        return children.spawn(
-            instance=config.instance,
-            role=config.role,
-            config=self.run_dir.config(config.instance),
-            log=self.run_dir.log(config.instance),
-            environment=thread_limits(self.settings.threads),
-            pass_fds=[] if config.http_fd is None else [config.http_fd],
-            module=self.process_module,
-        )
+    def _agent(self) -> Member | None:
+        members = self.supervisor.members
+        return next((member for member in members if member.config.role == AGENT), None)
 
-    def _restart_agent(self, ended: Child) -> None:
-        now_s = time.monotonic()
-        if self._agent_due_s is None:
-            _warn(
-                f"{ended.describe_exit()}; recording goes on, the agent is started again "
-                f"in {self._agent_pause_s:.0f} s (log: {ended.log})"
-            )
-            self._agent_due_s = now_s + self._agent_pause_s
-            self._agent_pause_s = min(self._agent_pause_s * 2, _AGENT_RESTART_S[1])
-        elif now_s >= self._agent_due_s:
-            self._agent_due_s = None
-            index = self.children.index(ended)
-            try:
-                self.children[index] = self._spawn(self._plan[index])
-            except OSError as error:
-                _warn(f"the agent cannot be started: {error.strerror}")
-                return
-            self._write_state(ready=True)
+    def _look(self) -> None:
+        before = [member.state for member in self.supervisor.members]
+        try:
+            for sentence in self.supervisor.look(time.monotonic()):
+                _say(sentence)
+        finally:
+            if before != [member.state for member in self.supervisor.members]:
+                self._write_state()
 
-    def _write_state(self, *, ready: bool = False, stopped_at: float | None = None) -> None:
+    def _write_state(self, *, stopped_at: float | None = None) -> None:
         """A disk that is full costs who reads the file, not those who are served."""
-        state = msgspec.to_builtins(self.state(ready=ready, stopped_at=stopped_at))
+        state = msgspec.to_builtins(self.state(stopped_at=stopped_at))
         temporary = self.run_dir.path / ".server.json"
         try:
-            _write_private(temporary, json.dumps(state, indent=2).encode() + b"\n")
+            write_private(temporary, json.dumps(state, indent=2).encode() + b"\n")
             temporary.replace(self.run_dir.state_file)
         except OSError as error:
-            _warn(f"cannot write {self.run_dir.state_file}, which is out of date: {error.strerror}")
+            if not self._state_is_old:
+                _say(
+                    f"warning: cannot write {self.run_dir.state_file}, which is out of date: "
+                    f"{error.strerror}"
+                )
+            self._state_is_old = True
+        else:
+            self._state_is_old = False
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._signals += 1
@@ -499,8 +324,8 @@ def run_server(
 ) -> int:
     """Run a server until it is stopped; the exit code of `python -m server up`.
 
-    0 after a stop that was asked for, 1 when a process of the running server ended unasked, 2 when
-    it cannot start. The reason goes to stderr.
+    0 after a stop that was asked for, 1 when a process ended and is not started again, 2 when the
+    server cannot start. The reason goes to stderr.
     """
     try:
         launcher = Launcher.prepare(settings, fresh=fresh)
@@ -526,7 +351,7 @@ def run_server(
         killed = launcher.stop()
         launcher.close()
     for child in killed:
-        _warn(f"{child.instance} did not stop in time and was killed")
+        _say(f"warning: {child.instance} did not stop in time and was killed")
     return exit_code
 
 
@@ -541,28 +366,21 @@ def thread_limits(threads: int) -> dict[str, str]:
     }
 
 
-def explain_start_failure(child: Child) -> str:
-    """One line where the child left one, else how it ended and the end of its log."""
-    tail = child.log_tail()
-    if child.exit_code == EXIT_START_ERROR and tail and tail[-1].startswith("error: "):
-        return f"{child.instance}: {tail[-1].removeprefix('error: ')}"
-    return explain_crash(child)
+def _describe(member: Member) -> dict[str, object]:
+    return {
+        "instance": member.config.instance,
+        "role": member.config.role,
+        "pid": member.child.pid,
+        "endpoint": member.config.endpoint,
+        "log": str(member.child.log),
+        "state": member.state,
+        "incarnation": member.config.incarnation,
+        "restarts": member.life.restarts,
+        "last_exit": member.last_exit,
+    }
 
 
-def explain_crash(child: Child) -> str:
-    """How `child` ended, and the last lines of its log."""
-    lines: Sequence[str] = child.log_tail()
-    quoted = "".join(f"\n  {line}" for line in lines)
-    return f"{child.describe_exit()}; the end of {child.log}:{quoted or ' (empty)'}"
-
-
-def _warn(text: str) -> None:
-    """On stderr, which may be a file on a disk that is full."""
-    with contextlib.suppress(OSError):
-        print(f"warning: {text}", file=sys.stderr, flush=True)
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
+def _say(sentence: str) -> None:
+    """To the operator, on stderr: that may be closed, or a file on a disk that is full."""
+    with contextlib.suppress(OSError, ValueError):
+        print(sentence, file=sys.stderr, flush=True)

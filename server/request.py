@@ -170,7 +170,8 @@ def stage_deadlines(deadlines: Deadlines) -> dict[str, float]:
 
     The shortest where several states are in a stage; the whole request's where none is bounded.
     """
-    stages = dict.fromkeys(("gateway.queue", "gateway.route"), deadlines.gateway_queue_s)
+    queue_s = deadlines.gateway_queue_s
+    stages: dict[str, float] = {"gateway.queue": queue_s, "gateway.route": queue_s}
     for table in (PREFILL_INFO, DECODE_INFO, COLOCATED_INFO):
         for info in table.values():
             if info.deadline == "drain_s":  # the request has ended already

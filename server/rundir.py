@@ -163,6 +163,13 @@ class RunDir:
         self._lock_fd = -1
 
 
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that is the user's alone. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+
+
 def timestamped(parent: Path, prefix: str = "") -> Path:
     """An unused path below `parent` named by the local time, such as `run/20250131-235959`."""
     name = prefix + time.strftime("%Y%m%d-%H%M%S")
@@ -227,9 +234,20 @@ def _remove_own(path: Path) -> None:
         entry = path / name
         if entry.is_symlink() or entry.is_file():
             raise StartError(f"{entry} is not a folder: choose another --run-dir")
+        if name == "sock":
+            _refuse_foreign_files(entry)
         shutil.rmtree(entry, ignore_errors=True)
     for name in _FILES:
         (path / name).unlink(missing_ok=True)
+
+
+def _refuse_foreign_files(sockets: Path) -> None:
+    """What a killed server left there are sockets; anything else is somebody's."""
+    for entry in sorted(sockets.glob("*")):
+        if not entry.is_socket():
+            raise StartError(
+                f"{entry} exists and is not a socket; move it away, it is left untouched"
+            )
 
 
 def _free_bytes(folder: Path) -> int:

@@ -22,13 +22,14 @@ from server.heartbeat import HeartbeatThread, Progress
 from server.injection.process import heartbeat_outbox, make_injector, recorder_class
 from server.injection.workers import disturb, faulty_ports
 from server.pauses import Pauses, PauseThread
+from server.readiness import announce_ready
 from server.recording import open_recorder, process_clock
 from server.round_trips import RoundTrips
 from server.scheduler import DRAINING, Ports, Scheduler
 from server.wire.sockets import Inbox, Outbox
 
 DRAIN_S = 1.5
-"""How long the transfer may then take to let go of the pages of those that were given up."""
+"""How long the transfer may take to let go of the pages of those that were given up in a stop."""
 _TURN_S = 0.02
 
 _logger = logging.getLogger(__name__)
@@ -87,13 +88,17 @@ def serve(
             make_outbox=heartbeat_outbox(injector),
         )
         disturb(worker, injector, config.settings.faults)
+        _discard_others_mail(inbox, config.instance)
         heartbeat.start()
         stack.callback(heartbeat.stop)
         pause_thread.start()
         stack.callback(pause_thread.stop)
+        announce_ready(config)
         _logger.info("%s serves at %s", config.instance, config.endpoint)
         while not stop.is_set():
             take_step(worker)
+        progress.draining = True
+        heartbeat.beat_now()  # from here on requests are refused
         stop_worker(worker, grace_s=config.settings.deadlines.stop_s)
     _logger.info("%s stopped", config.instance)
 
@@ -120,6 +125,14 @@ def stop_worker(worker: Scheduler[Any], *, grace_s: float, drain_s: float = DRAI
     worker.end_all(DRAINING, "is shutting down")
     worker.publish()
     _turn_until_empty(worker, drain_s)
+
+
+def _discard_others_mail(inbox: Inbox, instance: str) -> None:
+    """Nobody has heard of this process yet: what is here was meant for the one before it at the
+    same address, and would be legs that nobody waits for."""
+    others = inbox.drain()
+    if others:
+        _logger.info("%s discards %d messages for its predecessor", instance, len(others))
 
 
 def _turn_until_empty(worker: Scheduler[Any], limit_s: float) -> None:

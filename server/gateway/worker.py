@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import uvicorn
 
@@ -30,6 +30,7 @@ from server.gateway.protocol import GatewayProtocol
 from server.injection.gateways import disturb, faulty_inbox, faulty_mail
 from server.injection.ports import AsyncSource
 from server.injection.process import make_injector, recorder_class
+from server.readiness import announce_ready
 from server.recording import open_recorder
 from server.tokenizer import load_tokenizer
 from server.wire.messages import Heartbeat, HeartbeatAck, Peer
@@ -78,7 +79,7 @@ async def _serve(config: ProcessConfig, listener: socket.socket) -> None:
             recorder=recorder,
         )
         disturb(gateway, injector, settings.faults)
-        server = HttpServer(gateway)
+        server = HttpServer(gateway, on_start=lambda: announce_ready(config))
         source = faulty_inbox(inbox, injector)
         tasks = [
             asyncio.create_task(_deliver(source, mail, gateway, recorder.clock_id)),
@@ -98,9 +99,10 @@ async def _serve(config: ProcessConfig, listener: socket.socket) -> None:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn that leaves signals to us and speaks our protocol."""
+    """uvicorn that leaves signals to us, speaks our protocol and says when it accepts."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, *, on_start: Callable[[], None] = lambda: None) -> None:
+        self._on_start = on_start
         super().__init__(
             uvicorn.Config(
                 create_app(gateway),
@@ -117,6 +119,10 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=HTTP_STOP_S,
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -368,7 +368,7 @@ class Outbox:
         push.set(zmq.LINGER, self._linger_ms)
         push.set(zmq.SNDHWM, self._max_messages)
         push.set(zmq.RECONNECT_IVL, 20)
-        push.set(zmq.RECONNECT_IVL_MAX, 500)
+        push.set(zmq.RECONNECT_IVL_MAX, 100)
         push.set(zmq.TCP_KEEPALIVE, 1)
         push.set(zmq.TCP_KEEPALIVE_IDLE, 10)
         monitor = push.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)

@@ -23,6 +23,10 @@ CASES = {
     "HTTP-SSE API, failure of worker, scheduling starvation: gateway": (
         *("API-01", "FAIL-10", "SCH-04"),
     ),
+    "failure of worker": (
+        *("FAIL-03", "FAIL-05", "FAIL-08", "FAIL-12", "FAIL-13", "FAIL-15", "FAIL-18"),
+    ),
+    "transfer stall": ("XFER-08",),
 }
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from server.launch import free_loopback_port
+from server.listening import free_loopback_port
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

@@ -1,12 +1,12 @@
 """Kill -9 of each process under load: every mark that was written before is in the spans.
 
-The rings are the reference: what they hold after the server is gone is what was written.
+The process is replaced and serves again, and its successor's marks are told apart from its own. The
+rings are the reference: what they hold after the server is gone is what was written.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -149,7 +149,8 @@ class Aftermath:
     run_dir: Path
     traces: dict[str, Trace]
     load: Load
-    stderr: str
+    pid: int
+    successor: int
 
     @property
     def victim(self) -> str:
@@ -174,18 +175,17 @@ def aftermath(
             load.until_answered(ANSWERED_BEFORE)
             held.start()
             wait_for_mark(run_dir, HELD, kill.shown_by)
-            pid = server.pid(victim)
-            os.kill(pid, signal.SIGKILL)
-            if victim == "agent":
-                load.until_answered(len(load.answered) + 2 * ANSWERED_BEFORE)
+            pid = server.send_signal(victim, signal.SIGKILL)
+            successor = server.wait_for_successor(victim, pid)
+            load.until_answered(len(load.answered) + 2 * ANSWERED_BEFORE)
         finally:
             load.stop()
             held.join(60)
-        server.stop()
+        assert server.stop() == 0
         assert not is_running(pid)
+        assert not is_running(successor)
     traces = {trace.trace_id: trace for trace in read_source(run_dir).traces}
-    stderr = run_dir.with_name(run_dir.name + ".stderr").read_text()
-    return Aftermath(kill, run_dir, traces, load, stderr)
+    return Aftermath(kill, run_dir, traces, load, pid, successor)
 
 
 def test_every_request_in_the_rings_has_its_spans_once(aftermath: Aftermath) -> None:
@@ -237,13 +237,10 @@ def test_open_stages_of_the_dead_close_as_lost_with_its_name(aftermath: Aftermat
         assert not lost
         return
     by = {str(span.attributes[a.OUTCOME_BY.key]) for span in lost}
-    assert (aftermath.victim in by) is aftermath.kill.open_here
-    # The launcher kills what does not stop in time after the victim's death, and says so.
-    assert all(
-        f"warning: {name} did not stop in time" in aftermath.stderr
-        for name in by - {aftermath.victim}
-    )
+    assert by == ({aftermath.victim} if aftermath.kill.open_here else set())
     assert all(span.attributes[a.OUTCOME_REASON.key] == "process_lost" for span in lost)
+    # Its successor has the same name: what is lost is the dead one's.
+    assert {span.resource.attributes["process.pid"] for span in lost} <= {aftermath.pid}
 
 
 def test_answered_requests_are_whole(aftermath: Aftermath) -> None:
@@ -269,5 +266,7 @@ def test_check_names_the_process_that_vanished(aftermath: Aftermath) -> None:
         assert finished.returncode == 0, finished.stdout
         return
     assert finished.returncode == 1
-    assert aftermath.victim in json.dumps(report)
+    (vanished,) = next(rule["examples"] for rule in report["rules"] if rule["name"] == "processes")
+    assert vanished.startswith(f"{aftermath.victim} (pid {aftermath.pid}) was killed")
+    assert f"(pid {aftermath.successor})" not in finished.stdout
     assert "Traceback" not in finished.stderr

@@ -28,7 +28,8 @@ PAGES = 2 * TOKENS // 16 + 100
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     run = tmp_path_factory.mktemp("view") / "run"
-    options = ["--decode-pages", str(PAGES), "--reserve-output-tokens", str(TOKENS)]
+    # A successor would take the dead one's place within a second.
+    options = ["--decode-pages", str(PAGES), "--reserve-output-tokens", str(TOKENS), "--no-restart"]
     with running_server(run, *options, model=SLOW_FAKE) as running:
         yield running
 

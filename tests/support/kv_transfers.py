@@ -148,6 +148,9 @@ class ShmHarness:
     def register_again(self, ref: PoolRef) -> None:
         self.source.register(ref, self._pools.descriptor(ref))
 
+    def descriptor(self, ref: PoolRef) -> PoolDescriptor:
+        return self._pools.descriptor(ref)
+
     def memory(self, ref: PoolRef) -> memoryview:
         return self._pools.memory(ref)
 

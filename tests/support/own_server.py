@@ -4,7 +4,6 @@ and go on without it, or start another in its place. Nobody else restarts anythi
 from __future__ import annotations
 
 import contextlib
-import secrets
 import signal
 import socket
 import subprocess
@@ -20,7 +19,8 @@ import msgspec
 from pdtrace.analysis.sources import read_source
 from pdtrace.analysis.timeline import Timeline, build_timelines
 from server.config import ProcessConfig, Settings
-from server.launch import agent_config, free_loopback_port, plan_processes
+from server.listening import free_loopback_port
+from server.plan import agent_config, plan_processes, successor
 from server.wire.endpoints import EndpointDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,15 +71,8 @@ class OwnServer:
         for instance in instances:
             config = self._plan[instance]
             if instance in self._children:
-                config = self._renewed(config)
+                config = successor(config)
             self._children[instance] = self._spawn(config)
-
-    def _renewed(self, config: ProcessConfig) -> ProcessConfig:
-        incarnation = secrets.token_hex(8)
-        pool = (
-            None if config.pool_path is None else f"{self.run_dir / config.instance}-{incarnation}"
-        )
-        return msgspec.structs.replace(config, incarnation=incarnation, pool_path=pool)
 
     def _spawn(self, config: ProcessConfig) -> subprocess.Popen[bytes]:
         path = self.run_dir / f"{config.instance}.json"

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,8 @@ STOP_S = 60.0
 
 @dataclass(slots=True)
 class RunningServer:
-    """A server that was ready once. `state` is the line that `up --json` printed."""
+    """A server that was ready once. `state` is the line that `up --json` printed; who runs at a
+    given moment is `process_of`, for processes are replaced when they end."""
 
     process: subprocess.Popen[str]
     run_dir: Path
@@ -36,13 +38,44 @@ class RunningServer:
     def model(self) -> str:
         return str(self.state["model"])
 
+    def process_of(self, instance: str) -> dict[str, Any]:
+        """What `server.json` says of an instance's present process. Raises KeyError when there is
+        no such instance."""
+        return {p["instance"]: p for p in self._processes()}[instance]
+
     def pid(self, instance: str) -> int:
-        """Pid of a child. Raises KeyError when there is no such instance."""
-        return {p["instance"]: int(p["pid"]) for p in self.state["processes"]}[instance]
+        """Pid of the present process of an instance. Raises KeyError when there is none."""
+        return int(self.process_of(instance)["pid"])
 
     @property
     def pids(self) -> list[int]:
-        return [int(p["pid"]) for p in self.state["processes"]]
+        """Of the present processes, without the launcher."""
+        return [int(p["pid"]) for p in self._processes()]
+
+    def send_signal(self, instance: str, number: int) -> int:
+        """Send a signal to an instance's process; its pid."""
+        pid = self.pid(instance)
+        os.kill(pid, number)
+        return pid
+
+    def wait_for_successor(self, instance: str, pid: int, *, timeout_s: float = 60.0) -> int:
+        """Pid of the process that took the place of `pid`, once it says that it serves."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = self.process_of(instance)
+            if found["pid"] != pid and found["state"] == "ready":
+                return int(found["pid"])
+            assert time.monotonic() < deadline, f"no successor of {instance}: {found}"
+            time.sleep(0.02)
+
+    @property
+    def stderr(self) -> str:
+        """What the launcher told its operator."""
+        return self.run_dir.with_name(self.run_dir.name + ".stderr").read_text()
+
+    def _processes(self) -> list[dict[str, Any]]:
+        state: dict[str, Any] = json.loads((self.run_dir / "server.json").read_text())
+        return state["processes"]
 
     def client(self, *, timeout_s: float = 60.0) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=timeout_s, trust_env=False)

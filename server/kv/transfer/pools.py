@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from server.kv.layout import KvLayout
 from server.kv.pool import KvPool, PoolDescriptor
@@ -22,8 +23,8 @@ class MappedPool:
     """A mapped pool.
 
     address    where the mapping begins; valid until `replaced`
-    replaced   a later incarnation took its place, or the table was closed: whoever still works on
-               it must stop
+    replaced   a later incarnation took its place, its worker is gone, or the table was closed:
+               whoever still works on it must stop
     """
 
     ref: PoolRef
@@ -40,6 +41,11 @@ class MappedPool:
         """Writable bytes of the whole pool."""
         return self.pool.memory
 
+    def retire(self) -> None:
+        """Unmap it, and say so to whoever works on it."""
+        self.replaced = True
+        self.pool.close()
+
 
 class PoolTable:
     """Mapped pools, one per owner."""
@@ -49,7 +55,12 @@ class PoolTable:
 
     def register(self, ref: PoolRef, descriptor: PoolDescriptor) -> None:
         """Map a pool; a no-op for one that is mapped. Raises TransferError, with what was mapped
-        before left in place, when it cannot be mapped."""
+        before left in place, when it cannot be mapped.
+
+        Unmaps other pools whose files are gone: their workers are, and the room is wanted by those
+        that take their place.
+        """
+        self._drop_gone(but=ref.owner)
         known = self._by_owner.get(ref.owner)
         if known is not None and known.ref == ref and known.pool.descriptor == descriptor:
             return
@@ -65,8 +76,7 @@ class PoolTable:
                 Reason.UNKNOWN_POOL, f"pool of {ref.owner} cannot be mapped: {error}"
             ) from error
         if known is not None:
-            known.replaced = True
-            known.pool.close()
+            known.retire()
         address = ctypes.addressof(ctypes.c_char.from_buffer(pool.memory))
         self._by_owner[ref.owner] = MappedPool(ref, pool, address)
 
@@ -90,9 +100,14 @@ class PoolTable:
     def close(self) -> None:
         """Unmap all. Idempotent."""
         for mapped in self._by_owner.values():
-            mapped.replaced = True
-            mapped.pool.close()
+            mapped.retire()
         self._by_owner.clear()
+
+    def _drop_gone(self, *, but: str) -> None:
+        for owner, mapped in list(self._by_owner.items()):
+            if owner != but and not Path(mapped.pool.descriptor.path).exists():
+                mapped.retire()
+                del self._by_owner[owner]
 
 
 def check_pages(pages: Sequence[int], mapped: MappedPool) -> None:

@@ -43,6 +43,7 @@ from server.kv.transfer.jobs import Job, JobTable, TransferHandoff
 from server.kv.transfer.policy import COPIES_PER_ROUTE, CopyPlan, JobView, plan_copies
 from server.kv.transfer.shm import ShmTransfer
 from server.kv.transfer.tcp import TcpTransfer
+from server.readiness import announce_ready
 from server.recording import open_recorder, process_clock, record_round_trip
 from server.round_trips import RoundTrips
 from server.said import Said, is_due
@@ -476,10 +477,12 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
         )
         heartbeat.start()
         stack.callback(heartbeat.stop)
+        announce_ready(config)
         _logger.info("%s serves at %s", config.instance, config.endpoint)
         while not stop.is_set():
             take_step(worker, IDLE_WAIT_S)
         progress.draining = True
+        heartbeat.beat_now()
         end_s = time.monotonic() + GRACE_S
         while not worker.jobs.is_idle and time.monotonic() < end_s:
             take_step(worker, 0.02)

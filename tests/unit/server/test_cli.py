@@ -10,7 +10,7 @@ import pytest
 from pdtrace.terminal.documents import stages_document
 from server.config import Settings
 from server.faults import FAULT_STAGES, MAX_DELAY_MS
-from server.launch import listen
+from server.listening import listen
 
 ROOT = Path(__file__).resolve().parents[3]
 

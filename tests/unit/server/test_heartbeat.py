@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from server.heartbeat import HeartbeatThread, Progress
 from server.kv.layout import KvLayout
 from server.kv.pool import PoolDescriptor
 from server.wire.endpoints import IPC
-from server.wire.messages import Heartbeat, RegisterPool, WorkerLoad
+from server.wire.messages import AnyMessage, Heartbeat, RegisterPool, WorkerLoad
 from server.wire.sockets import Inbox
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
@@ -154,3 +155,50 @@ def test_sequence_and_send_time_grow(gateway: Inbox) -> None:
 
 def test_stopping_a_thread_that_never_started_returns(gateway: Inbox) -> None:
     HeartbeatThread(config(gateway, None, 1.0), Progress()).stop()
+
+
+class LostConnections:
+    """An outbox whose peers refuse the first messages; `sent` says what each got to hear."""
+
+    def __init__(self, refusals: dict[str, int]) -> None:
+        self.refusals = refusals
+        self.sent: list[tuple[str, bool]] = []
+        self.quiet = threading.Event()
+
+    def send(self, endpoint: str, message: AnyMessage) -> bool:
+        left = self.refusals[endpoint]
+        self.refusals[endpoint] = left - 1
+        self.sent.append((endpoint, left <= 0))
+        if all(taken < 0 for taken in self.refusals.values()):
+            self.quiet.set()
+        return left <= 0
+
+    def close(self) -> None: ...
+
+
+def test_who_is_away_hears_of_everybody_as_soon_as_it_is_back(
+    gateway: Inbox, transfer: Inbox
+) -> None:
+    """Beats are an hour apart: what is said again is what was refused, and only that."""
+    outbox = LostConnections({gateway.endpoint: 3, transfer.endpoint: 1})
+    thread = HeartbeatThread(
+        config(gateway, transfer, 3600.0), Progress(), pool=POOL, make_outbox=lambda: outbox
+    )
+    thread.start()
+    assert outbox.quiet.wait(30.0)
+    told = [taken for endpoint, taken in outbox.sent if endpoint == gateway.endpoint]
+    assert told == [False, False, False, True]
+    told = [taken for endpoint, taken in outbox.sent if endpoint == transfer.endpoint]
+    assert told == [False, True]
+    thread.stop()
+
+
+def test_a_drain_is_told_without_waiting_for_a_beat(gateway: Inbox) -> None:
+    progress = Progress()
+    thread = HeartbeatThread(config(gateway, None, 3600.0), progress)
+    thread.start()
+    assert not next_beat(gateway).draining
+    progress.draining = True
+    thread.beat_now()
+    assert next_beat(gateway).draining
+    thread.stop()

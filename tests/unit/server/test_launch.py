@@ -13,20 +13,13 @@ import msgspec
 import pytest
 
 from server import children
-from server.children import Child
+from server.children import Child, explain_crash, explain_start_failure
 from server.config import ProcessConfig, Settings, flag
 from server.errors import StartError
-from server.launch import (
-    Launcher,
-    explain_crash,
-    explain_start_failure,
-    is_ready,
-    listen,
-    plan_processes,
-    pool_bytes,
-    reachable_host,
-    thread_limits,
-)
+from server.injection.fault import Pause
+from server.launch import Launcher, thread_limits
+from server.listening import is_ready, listen, reachable_host
+from server.plan import plan_processes, pool_bytes, successor
 from server.process import load_config, main
 
 
@@ -79,6 +72,30 @@ def test_colocated_server_has_no_transfer_process() -> None:
 def test_incarnations_differ_between_processes_and_starts() -> None:
     seen = [p.incarnation for _ in range(2) for p in plan(Settings()).values()]
     assert len(set(seen)) == len(seen)
+
+
+def test_successor_is_found_where_the_one_before_was_and_shares_nothing_with_it() -> None:
+    before = plan(Settings(transfer="tcp"))["decode-0"]
+    after = successor(before)
+    assert after.incarnation != before.incarnation
+    assert after.pool_path is not None and before.pool_path is not None
+    assert Path(after.pool_path).parent == Path(before.pool_path).parent
+    assert after.pool_path != before.pool_path != successor(after).pool_path
+    assert after == msgspec.structs.replace(
+        before, incarnation=after.incarnation, pool_path=after.pool_path
+    )
+
+
+def test_successor_does_not_suffer_the_faults_of_the_one_before() -> None:
+    fault = Pause(at="decode-0", ms=1)
+    before = plan(Settings(allow_faults=True, faults=(fault,)))["decode-0"]
+    assert before.settings.faults == (fault,)
+    assert successor(before).settings.faults == ()
+
+
+def test_successor_of_a_process_without_a_pool_has_none() -> None:
+    gateway = successor(plan(Settings())["gateway-0"])
+    assert (gateway.pool_path, gateway.http_fd) == (None, 7)
 
 
 def test_plans_survive_their_file(tmp_path: Path) -> None:
@@ -277,6 +294,26 @@ def test_stop_in_a_hurry_does_not_wait(tmp_path: Path) -> None:
     begin = time.monotonic()
     assert children.stop([child], timeout_s=60, hurry=lambda: True) == [child]
     assert time.monotonic() - begin < 30
+
+
+def test_a_stop_and_a_continuation_are_each_noticed_once(tmp_path: Path) -> None:
+    child = child_running("import signal; print('up'); signal.pause()", tmp_path / "log")
+    wait_for_output(child)
+    assert child.take_stop_change() is None
+    os.kill(child.pid, signal.SIGSTOP)
+    assert wait_for_change(child) is True
+    assert child.take_stop_change() is None
+    os.kill(child.pid, signal.SIGCONT)
+    assert wait_for_change(child) is False
+    children.kill([child])
+    assert child.take_stop_change() is None
+
+
+def wait_for_change(child: Child) -> bool | None:
+    deadline = time.monotonic() + 20
+    while (change := child.take_stop_change()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return change
 
 
 def test_start_failure_is_the_childs_own_line(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -83,6 +84,28 @@ def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="rings"):
         RunDir.acquire(run, fresh=True)
     assert (victim / "precious").exists()
+
+
+@pytest.mark.case("FAIL-12")
+def test_a_file_in_a_sockets_place_is_named_and_left_alone(tmp_path: Path) -> None:
+    with RunDir.acquire(tmp_path) as run_dir:
+        path = Path(run_dir.endpoint("gateway-0").removeprefix("ipc://"))
+        name = path.relative_to(tmp_path)
+    path = tmp_path / name
+    path.parent.mkdir()
+    path.write_text("mine")
+    for fresh in (False, True):
+        with pytest.raises(StartError, match=r"gateway-0\.sock exists and is not a socket"):
+            RunDir.acquire(tmp_path, fresh=fresh)
+    assert path.read_text() == "mine"
+
+
+def test_sockets_of_a_killed_server_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "sock").mkdir()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "sock" / "x.sock"))
+    with RunDir.acquire(tmp_path):
+        assert not list((tmp_path / "sock").iterdir())
 
 
 def test_release_keeps_the_recording_and_removes_sockets_and_pools(tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from pdtrace.clock import Clock
 from pdtrace.ring.reader import RingReader
 from pdtrace.ring.records import ClockRecord
 from pdtrace.stages import Role
@@ -17,7 +20,9 @@ from server.clock_fault import ClockFault
 from server.colocated.worker import ColocatedWorker, run
 from server.config import ProcessConfig, Settings
 from server.engine.fake import FakeEngine
+from server.engine.loader import EngineConfig
 from server.errors import StartError
+from server.readiness import ReadyPipe
 from server.serve import serve
 from server.wire.endpoints import EndpointDirectory
 from server.wire.messages import AnyMessage, Cancel, Heartbeat, HeartbeatAck, LegClosed, Peer
@@ -96,6 +101,57 @@ def test_worker_beats_answers_and_leaves_no_pool_behind(tmp_path: Path) -> None:
         assert isinstance(closed, LegClosed)
         assert (closed.handoff_id, closed.outcome) == ("h1", "cancelled")
     assert not (tmp_path / "worker-0.kv").exists()
+
+
+def test_mail_for_the_predecessor_at_the_address_is_not_obeyed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came before anybody could know of this worker: a leg of it would be nobody's."""
+    given = config(tmp_path)
+    gateway, outbox = Inbox(given.gateway_endpoint), Outbox()
+    peer = Peer(instance="gateway-0", endpoint=given.gateway_endpoint, incarnation="g")
+
+    def cancel(handoff_id: str) -> Cancel:
+        return Cancel(
+            handoff_id=handoff_id, outcome="cancelled", reason="test", by="client", gateway=peer
+        )
+
+    inboxes: list[Inbox] = []
+
+    def kept_inbox(endpoint: str, *, clock: Clock) -> Inbox:
+        inboxes.append(Inbox(endpoint, clock=clock))
+        return inboxes[0]
+
+    def load_while_mail_arrives(_: EngineConfig) -> FakeEngine:
+        with contextlib.closing(Outbox()) as early:
+            early.send(given.endpoint, cancel("for-the-one-before"))
+            wait_until(lambda: inboxes[0].num_waiting == 1)
+        return FakeEngine(pool_path=tmp_path / "mine.kv", owner="worker-0", num_pages=8)
+
+    monkeypatch.setattr("server.serve.Inbox", kept_inbox)
+    monkeypatch.setattr("server.serve.load_engine", load_while_mail_arrives)
+    with contextlib.closing(gateway), contextlib.closing(outbox), running(given):
+        receive(gateway, Heartbeat)
+        outbox.send(given.endpoint, cancel("for-this-one"))
+        closed = receive(gateway, LegClosed)
+        assert isinstance(closed, LegClosed)
+        assert closed.handoff_id == "for-this-one"
+
+
+def test_worker_says_that_it_serves_once_it_does(tmp_path: Path) -> None:
+    pipe = ReadyPipe()
+    given = msgspec.structs.replace(config(tmp_path), ready_fd=os.dup(pipe.write_fd))
+    gateway = Inbox(given.gateway_endpoint)
+    with contextlib.closing(gateway), contextlib.closing(pipe), running(given):
+        wait_until(pipe.is_ready)
+        receive(gateway, Heartbeat)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
 
 
 def test_worker_without_a_pool_path_does_not_start(tmp_path: Path) -> None:

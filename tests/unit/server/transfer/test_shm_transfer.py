@@ -92,6 +92,35 @@ def test_a_worker_that_starts_again_does_not_share_memory_with_its_predecessor(
         pool.close()
 
 
+@pytest.mark.parametrize("end", ["source", "destination"])
+def test_the_pool_of_a_worker_that_is_gone_is_unmapped_for_those_that_come(
+    harness: ShmHarness, end: str
+) -> None:
+    source, destination = harness.add_pool("source"), harness.add_pool("destination")
+    other = harness.add_pool("other")
+    Ends(harness).copy(source, ALL, destination, ALL)
+    assert harness.source.poll(0) == []
+    gone = source if end == "source" else destination
+    path = Path(harness.descriptor(gone).path)
+    assert is_mapped(path)
+    path.unlink()
+    harness.register_again(other)  # as with each of its heartbeats
+    [event] = harness.source.poll(0)
+    assert isinstance(event, Failed)
+    assert (event.reason, event.settled) == (Reason.POOL_REPLACED, True)
+    Ends(harness).copy(source, ALL, destination, ALL, handoff_id="late")
+    [event] = harness.source.poll(0)
+    assert isinstance(event, Failed)
+    assert event.reason is Reason.UNKNOWN_POOL
+    assert is_mapped(path, count=1), "the test's own mapping is the last"
+
+
+def is_mapped(path: Path, *, count: int = 2) -> bool:
+    """Whether this process maps `path` that often, removed or not."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(f"{path}" in line for line in lines) == count
+
+
 def test_a_copy_to_another_host_is_refused(harness: ShmHarness) -> None:
     source, destination = harness.add_pool("source"), harness.add_pool("destination")
     harness.address = "127.0.0.1:9"
