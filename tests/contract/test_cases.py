@@ -20,13 +20,15 @@ CASES = {
     "export": ("EXP-01", "EXP-02", "EXP-06", "EXP-09", "EXP-10"),
     "configuration": ("CFG-01", "CFG-03", "CFG-04", "CFG-06"),
     "metrics": ("MET-02",),
-    "HTTP-SSE API, failure of worker, scheduling starvation: gateway": (
-        *("API-01", "FAIL-10", "SCH-04"),
-    ),
+    "HTTP-SSE API": ("API-01", "API-02", "API-04", "API-06", "API-08", "API-13", "API-14"),
+    "cancellation": ("CAN-02", "CAN-03", "CAN-06", "CAN-08"),
     "failure of worker": (
-        *("FAIL-03", "FAIL-05", "FAIL-08", "FAIL-12", "FAIL-13", "FAIL-15", "FAIL-18"),
+        *("FAIL-03", "FAIL-05", "FAIL-08", "FAIL-10", "FAIL-12", "FAIL-13", "FAIL-15", "FAIL-18"),
     ),
-    "transfer stall": ("XFER-08",),
+    "KV leak": ("LEAK-03", "LEAK-05"),
+    "transfer stall": ("XFER-01", "XFER-02", "XFER-04", "XFER-07", "XFER-08", "XFER-11"),
+    "scheduling starvation": ("SCH-01", "SCH-02", "SCH-04", "SCH-07"),
+    "packaging": ("PKG-01",),
 }
 
 
