@@ -197,18 +197,20 @@ def main(arguments: list[str]) -> int:
             setattr(engine, name, meter.over(getattr(engine, name)))
         return engine
 
-    def open_switched(config: ProcessConfig, role: Role, clock: Clock) -> Recorder:
+    def open_switched(
+        config: ProcessConfig, role: Role, clock: Clock, recorder: type[Recorder] = Recorder
+    ) -> Recorder:
         arms = arms_path(config)
         words = own.words(config)
         on, export = (
-            Recorder.open(rings_path(arms, arm), role=role, instance=config.instance, clock=clock)
+            recorder.open(rings_path(arms, arm), role=role, instance=config.instance, clock=clock)
             for arm in (Arm.ON, Arm.EXPORT)
         )
 
         def used(arm: Arm) -> None:
             words[Word.ARM] = 1 + ARMS.index(arm)
 
-        recorder = SwitchedRecorder(
+        switched = SwitchedRecorder(
             {
                 Arm.OFF: Recorder.disabled(),
                 Arm.ON: on,
@@ -219,10 +221,10 @@ def main(arguments: list[str]) -> int:
         )
 
         def switch(_number: int, _frame: FrameType | None) -> None:
-            recorder.use(Arm((arms / "arm").read_text()))
+            switched.use(Arm((arms / "arm").read_text()))
 
         signal.signal(signal.SIGUSR1, switch)
-        return recorder
+        return switched
 
     # The roles' modules import these names when they are loaded, which is later.
     loader.load_engine = load_metered
