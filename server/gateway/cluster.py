@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from pdtrace.recorder import RequestContext
 from server.config import COLOCATED, PD, Settings
 from server.gateway.attempts import Attempt, Attempts, Event, WorkersChanged
 from server.gateway.errors import AttemptFailure, NoPair, WorkerVanished
@@ -122,6 +121,7 @@ class Cluster:
             _logger.warning("this gateway stood still for %.1f s", missed_s)
             self._registry.excuse(missed_s, now_s)
         self._last_look_s = now_s
+        self._doubt_lost(self._registry.peers())
         self._registry.cut_off(
             lambda peer: self._mail.is_lost(peer.endpoint), 2 * self._heartbeat_s, now_s
         )
@@ -151,12 +151,16 @@ class Cluster:
         return count_pairs(self._snapshot())
 
     def _snapshot(self) -> ClusterSnapshot:
-        for peer in self._registry.peers():
-            if self._mail.is_lost(peer.endpoint):
-                self._registry.doubt(peer.incarnation, "its connection was lost")
         return self._registry.snapshot(
             time.monotonic(), self.attempts.use, frozenset(self._refused.reasons)
         )
+
+    def _doubt_lost(self, peers: Iterable[Peer]) -> bool:
+        """Give those no work to whom the connection is lost; whether there are any."""
+        lost = [peer for peer in peers if self._mail.is_lost(peer.endpoint)]
+        for peer in lost:
+            self._registry.doubt(peer.incarnation, "its connection was lost")
+        return bool(lost)
 
     def has_pair(self, request: RouteRequest) -> bool:
         """Whether there is a pair for `request`. Raises NoPair when there will be none."""
@@ -185,13 +189,18 @@ class Cluster:
         return choice
 
     def _look_for_pair(self, request: RouteRequest) -> PairChoice | None:
-        snapshot = self._snapshot()
-        choice = choose_pair(snapshot, request, self.policy, self._router)
-        if choice is None and count_pairs(snapshot) == 0:
+        while True:
+            snapshot = self._snapshot()
+            choice = choose_pair(snapshot, request, self.policy, self._router)
+            if choice is None:
+                break
+            if not self._doubt_lost((choice.prefill.peer, choice.decode.peer)):
+                return choice
+        if count_pairs(snapshot) == 0:
             refused = refusals(snapshot, self._refused.reasons)
             if refused:
                 raise NoPair.refused(refused)
-        return choice
+        return None
 
     def after(
         self, choice: PairChoice, request: RouteRequest, error: AttemptFailure
@@ -223,28 +232,12 @@ class Cluster:
                 self._registry.doubt(peer.incarnation, reason)
 
     def dispatch(
-        self,
-        messages: list[tuple[Peer, AnyMessage]],
-        context: RequestContext,
-        choice: PairChoice,
-        *,
-        prompt_len: int,
-        promised_tokens: int,
-        mailbox: Mailbox[Event],
-        on_closed: Callable[[], None],
-    ) -> tuple[Attempt, Peer | None]:
-        """Open an attempt and send its legs, in order; and the peer that takes no messages, if any.
+        self, attempt: Attempt, messages: Sequence[tuple[Peer, AnyMessage]]
+    ) -> Peer | None:
+        """Send the legs of an attempt, in order; the peer that takes no messages, if there is one.
 
         After a refusal the legs behind it are not asked to begin.
         """
-        attempt = self.attempts.open(
-            context,
-            choice,
-            prompt_len=prompt_len,
-            promised_tokens=promised_tokens,
-            mailbox=mailbox,
-            on_closed=on_closed,
-        )
         refused: Peer | None = None
         for peer, message in messages:
             if refused is not None or not self._mail.send(peer.endpoint, message):
@@ -252,7 +245,7 @@ class Cluster:
                 self.attempts.leg_refused(attempt, peer)
         if refused is not None:
             self._registry.doubt(refused.incarnation, "takes no messages")
-        return attempt, refused
+        return refused
 
     def _lose(self, peer: Peer, why: str) -> None:
         _logger.warning("%s is gone: it %s", peer.instance, why)

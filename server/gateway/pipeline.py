@@ -37,9 +37,10 @@ from server.engine.base import ModelInfo
 from server.errors import DeadlineExceeded, Overloaded, RequestError
 from server.gateway.admission import Admission, QueuePlace
 from server.gateway.attempts import Admitted, Attempt, Event, failure_of
-from server.gateway.call import NS_PER_S, Call
+from server.gateway.call import Call
 from server.gateway.cluster import Cluster, Mail
 from server.gateway.dispatch import leg_messages
+from server.gateway.endings import end_attempt, end_request
 from server.gateway.errors import (
     GATEWAY,
     NO_WORKER,
@@ -195,7 +196,7 @@ class Gateway:
         except asyncio.CancelledError:
             # The HTTP server gave up waiting for this request at shutdown.
             self._let_go(call, Outcome.FAILED, GATEWAY, SHUTTING_DOWN)
-            self._record_end(call, Outcome.FAILED, SHUTTING_DOWN, GATEWAY)
+            end_request(call, Outcome.FAILED, SHUTTING_DOWN, GATEWAY, self.metrics)
             raise
         except Exception:  # a request boundary
             _logger.exception("request_id=%s failed in the gateway", call.context.request_id)
@@ -324,9 +325,7 @@ class Gateway:
         now_ns = time.monotonic_ns()
         call.trace.mark(Mark.DISPATCHED, at_ns=now_ns)
         call.stage_ended("gateway.dispatch", now_ns)
-        call.num_open += 1
-        attempt, refused = self.cluster.dispatch(
-            messages,
+        attempt = call.attempt = self.cluster.attempts.open(
             call.context,
             choice,
             prompt_len=len(call.prompt_ids),
@@ -334,8 +333,9 @@ class Gateway:
             mailbox=call.mailbox,
             on_closed=lambda: self._attempt_closed(call),
         )
-        call.attempt = attempt
         call.attempts.append(attempt)
+        call.num_open += 1
+        refused = self.cluster.dispatch(attempt, messages)
         if refused is not None:
             raise WorkerVanished(f"{refused.instance} takes no messages.", by=refused.instance)
         return attempt
@@ -349,6 +349,8 @@ class Gateway:
         """
         attempt = call.attempt
         assert attempt is not None
+        if call.mailbox.interruption is not None:
+            raise call.mailbox.interruption
         if not may_retry(
             failure.code,
             attempt=call.context.attempt,
@@ -359,29 +361,15 @@ class Gateway:
         following = self.cluster.after(attempt.choice, wanted, failure)
         outcome, by = outcome_of(failure, dispatched=True)
         now_ns = time.monotonic_ns()
-        call.trace.abort(outcome, failure.code, failure.by, at_ns=now_ns)
-        call.trace.end(at_ns=now_ns)
-        self._attempt_ended(call, outcome)
+        end_attempt(call, outcome, failure.code, failure.by, self.metrics, at_ns=now_ns)
         self.cluster.attempts.cancel(attempt, outcome, failure.code, by=by)
         self.cluster.attempts.let_go(attempt)
         call.mailbox.clear()
-        _logger.warning(
-            "request_id=%s trace_id=%s attempt=%d ended reason=%s by=%s: tries again",
-            call.context.request_id,
-            call.context.trace_id,
-            call.context.attempt,
-            failure.code,
-            failure.by,
-        )
         call.begin_attempt(self._recorder, failure.code, now_ns)
         call.responder = self._responder(call, request)
         # It has a place still: from here on it waits for workers alone.
         call.trace.mark(Mark.ADMITTED, self.admission.in_flight, at_ns=now_ns)
         return following
-
-    def _attempt_ended(self, call: Call, outcome: Outcome) -> None:
-        if call.retried is not None:
-            self.metrics.retried(call.retried, outcome)
 
     def _attempt_closed(self, call: Call) -> None:
         """Its workers hold nothing of an attempt any more."""
@@ -444,7 +432,7 @@ class Gateway:
         self.cluster.attempts.let_go(attempt)
         self._give_back_place(call)
         call.measure(self.metrics)
-        self._record_end(call, Outcome.COMPLETED, None, None)
+        end_request(call, Outcome.COMPLETED, None, None, self.metrics)
 
     async def _fail(self, call: Call, error: RequestError) -> None:
         """End the request with `error`: tell the legs, the client and the trace."""
@@ -462,7 +450,7 @@ class Gateway:
         except ClientGone:
             pass  # it left before it could be told; the outcome is what it was
         finally:
-            self._record_end(call, outcome, error.code, by)
+            end_request(call, outcome, error.code, by, self.metrics)
 
     def _let_go(self, call: Call, outcome: Outcome, by: str, reason: str) -> None:
         """Give back what the request holds: its legs now, its place once they are closed."""
@@ -471,27 +459,6 @@ class Gateway:
             self.cluster.attempts.cancel(call.attempt, outcome, reason, by=by)
             self.cluster.attempts.let_go(call.attempt)
         self._give_back_place(call)
-
-    def _record_end(self, call: Call, outcome: Outcome, reason: str | None, by: str | None) -> None:
-        now_ns = time.monotonic_ns()
-        output = call.output
-        call.trace.mark(
-            Mark.COMPLETED,
-            outcome,
-            reason,
-            by,
-            call.responder.status,
-            None if output is None else output.num_tokens,
-            None if output is None else output.finish_reason,
-            None if output is None else output.cached_tokens,
-            at_ns=now_ns,
-        )
-        self._attempt_ended(call, outcome)
-        seconds = (now_ns - call.received_ns) / NS_PER_S
-        self.metrics.ended(call.operation, outcome, reason or "", seconds)
-        for stage, spent_s in call.stages.items():
-            self.metrics.stage(stage, spent_s)
-        _log_end(call, outcome, reason, seconds)
 
     # -- parts of the steps -------------------------------------------------------------------
 
@@ -580,22 +547,3 @@ async def _watch(receive: Receive, mailbox: Mailbox[Event]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     mailbox.interrupt(ClientGone("The client closed the connection."))
-
-
-def _log_end(call: Call, outcome: Outcome, reason: str | None, seconds: float) -> None:
-    first = call.first_write_ns
-    _logger.info(
-        "request_id=%s trace_id=%s outcome=%s reason=%s status=%s prompt_tokens=%d "
-        "output_tokens=%d attempts=%d seconds=%.4f first_token=%s %s",
-        call.context.request_id,
-        call.context.trace_id,
-        outcome.value,
-        reason or "-",
-        call.responder.status or "-",
-        len(call.prompt_ids),
-        call.output.num_tokens if call.output is not None else 0,
-        call.context.attempt,
-        seconds,
-        "-" if first is None else f"{(first - call.received_ns) / NS_PER_S:.4f}",
-        " ".join(f"{stage}={spent_s:.4f}" for stage, spent_s in call.stages.items()),
-    )

@@ -162,8 +162,13 @@ async def test_whole_answer_holds_the_second_attempt_alone(tmp_path: Path) -> No
 
 async def test_late_tokens_of_the_first_attempt_are_nobodys(tmp_path: Path) -> None:
     async with gateway_under_test(tmp_path, **TWO_PAIRS) as g:
+
+        async def late(leg: LegDouble) -> None:
+            await g.marked(Mark.ABORTED)
+            await endless("x", gap_s=0.002)(leg)
+
         g.prefill.script = fails(Outcome.FAILED, "checksum_mismatch")
-        g.decode.script = endless("x", gap_s=0.002)
+        g.decode.script = late
         g.decode.cancel_stops = False
         g.workers["decode-1"].script = speak("abcdef", gap_s=0.02)
         response = await g.complete(stream=True)

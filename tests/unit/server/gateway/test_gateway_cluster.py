@@ -17,7 +17,7 @@ from server.gateway.errors import AttemptFailure, LegFailed, NoPair, WorkerVanis
 from server.gateway.mailbox import Mailbox
 from server.gateway.registry import MemberState
 from server.gateway.routing import PairChoice, RouteRequest
-from server.wire.messages import AnyMessage, LegClosed, Peer
+from server.wire.messages import AnyMessage, Cancel, LegClosed, Peer
 from tests.unit.server.gateway.test_gateway_registry import beat
 
 pytestmark = pytest.mark.anyio
@@ -83,8 +83,7 @@ class Bench:
         """An attempt on the pair whose turn it is."""
         choice = self.cluster.choose(REQUEST)
         assert choice is not None
-        attempt, refused = self.cluster.dispatch(
-            [],
+        return self.cluster.attempts.open(
             RequestContext.create(request_id="r", mode=Mode.PD),
             choice,
             prompt_len=3,
@@ -92,8 +91,6 @@ class Bench:
             mailbox=Mailbox[Event](),
             on_closed=lambda: None,
         )
-        assert refused is None
-        return attempt
 
     def close(
         self, attempt: Attempt, instance: str, reason: str, *, by: str | None = None
@@ -229,3 +226,16 @@ async def test_lost_connection_keeps_work_away_before_anybody_is_dead() -> None:
     bench.mail.lost.clear()
     bench.beat("decode-0")
     assert {pair(bench.cluster.choose(REQUEST))[1] for _ in range(4)} == {"decode-0", "decode-1"}
+
+
+async def test_leg_behind_one_that_was_refused_is_not_asked_to_begin() -> None:
+    bench = Bench()
+    attempt = bench.attempt()
+    prefill, decode = attempt.choice.prefill.peer, attempt.choice.decode.peer
+    word = Cancel(handoff_id="h", outcome="x", reason="x", by="x", gateway=prefill)
+    bench.mail.sent.clear()
+    bench.mail.lost = {decode.endpoint}
+    assert bench.cluster.dispatch(attempt, [(decode, word), (prefill, word)]) == decode
+    assert bench.mail.sent == []
+    assert attempt.closed.is_set()
+    assert bench.not_ready() == {"decode-0": MemberState.SUSPECT}
