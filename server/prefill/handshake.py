@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from server.engine.base import ModelInfo
 from server.kv.layout import KvLayout
-from server.wire.messages import PagesReserved
+from server.wire.messages import HANDOFF_PROTOCOL, PagesReserved
 
 
 def find_mismatch(
@@ -15,6 +15,8 @@ def find_mismatch(
     num_pages   source pages of the prompt
     """
     decode = reserved.decode.instance
+    if reserved.protocol != HANDOFF_PROTOCOL:
+        return f"handoff protocol: prefill has {HANDOFF_PROTOCOL}, {decode} has {reserved.protocol}"
     if reserved.fingerprint != info.fingerprint:
         return (
             f"model fingerprint: prefill has {info.fingerprint[:16]}, "

@@ -2,7 +2,8 @@
 
 One server for all of it, in this order: it begins with the gateway alone; many small requests come
 at once; a prefill worker and a decode worker are killed while they hold requests of which nothing
-was sent, then one behind the first byte; at last the gateway itself is replaced.
+was sent, then one behind the first byte; one comes back that fits nobody; at last the gateway
+itself is replaced.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -57,6 +59,8 @@ class Story:
     retries_counted: bool = False
     streams: list[str] = field(default_factory=list[str])
     failures_counted: bool = False
+    misfit: dict[str, Any] = field(default_factory=dict[str, Any])
+    beside: list[Answer] = field(default_factory=list[Answer])
     after: list[Answer] = field(default_factory=list[Answer])
     timelines: dict[str, Timeline] = field(default_factory=dict[str, Timeline])
 
@@ -75,6 +79,10 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         )
         kill_behind_the_first_byte(server, told)
         server.wait_until(server.idle, "places to be given back")
+        server.start("decode-1", page_size=32)
+        server.wait_until(lambda: bool(server.health()["refused_pairs"]), "a refused pair")
+        told.misfit = server.health()
+        told.beside = ask_all(server, [Ask(prompt=prompt_of(i)) for i in range(4)])
         server.kill("gateway-0")
         server.start("gateway-0")
         server.wait_until(lambda: server.status("/ready") == 200, "the second gateway")
@@ -256,6 +264,18 @@ def test_stream_that_had_begun_ends_with_one_error_and_the_other_is_untouched(
     assert failed.outcome_stage == "decode.generate"
     assert failed.attempts == 1
     assert story.timelines[f"stream-{number}"].outcome is Outcome.COMPLETED
+
+
+def test_worker_that_comes_back_and_fits_nobody_is_named_and_passed(story: Story) -> None:
+    reason = "KV layout: page_size 16 against 32"
+    assert story.misfit["refused_pairs"] == [
+        {"prefill": prefill, "decode": "decode-1", "reason": reason}
+        for prefill in ("prefill-0", "prefill-1")
+    ]
+    states = {p["instance"]: p["state"] for p in story.misfit["processes"]}
+    assert states.pop("decode-1") == "incompatible"
+    assert set(states.values()) == {"ready"}
+    assert [answer.status for answer in story.beside] == [200] * 4
 
 
 def test_gateway_that_takes_over_learns_of_the_workers_and_serves(story: Story) -> None:

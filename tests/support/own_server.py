@@ -66,10 +66,16 @@ class OwnServer:
     def client(self, *, timeout_s: float = 60.0) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=timeout_s, trust_env=False)
 
-    def start(self, *instances: str) -> None:
-        """Start these processes; ones that ran before become new incarnations."""
+    def start(self, *instances: str, **changes: object) -> None:
+        """Start these processes; ones that ran before become new incarnations.
+
+        changes   settings that these have of their own
+        """
         for instance in instances:
             config = self._plan[instance]
+            if changes:
+                settings = msgspec.structs.replace(config.settings, **changes)
+                config = msgspec.structs.replace(config, settings=settings)
             if instance in self._children:
                 config = successor(config)
             self._children[instance] = self._spawn(config)
