@@ -134,7 +134,7 @@ class Supervisor:
     def _note_end(self, member: Member, now_s: float) -> str:
         member.stopped = False
         policy = AGENT_POLICY if member.config.role == AGENT else self._policy
-        member.life = ended(member.life, now_s, policy)
+        member.life = ended(member.life, now_s, policy, in_order=member.child.exit_code == 0)
         how = member.child.describe_exit()
         member.last_exit = how.removeprefix(f"{member.child.name} ")
         if member.config.pool_path is not None:  # a killed worker leaves it behind
