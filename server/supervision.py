@@ -83,8 +83,9 @@ def ended(life: Life, now_s: float, policy: RestartPolicy, *, in_order: bool = F
     in_order   it exited with code 0, as it does when it is told to stop
     """
     served = life.phase is Phase.READY
+    told = served and in_order
     steady = served and now_s - life.since_s >= policy.steady_s
-    before = 0 if steady or (served and in_order) else life.ends
+    before = 0 if told or steady else life.ends
     failures = 0 if served else life.failures + 1
     give_up = policy.max_failures is not None and failures >= policy.max_failures
     if give_up or not policy.restart:
@@ -93,7 +94,7 @@ def ended(life: Life, now_s: float, policy: RestartPolicy, *, in_order: bool = F
         life,
         phase=Phase.ENDED,
         since_s=now_s,
-        ends=before + (not (served and in_order)),
+        ends=0 if told else before + 1,
         failures=failures,
         due_s=now_s + policy.pause_s(before),
     )
