@@ -7,6 +7,7 @@ endpoint and log, so that the others find it, and with another incarnation, so t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,7 +139,8 @@ class Supervisor:
         how = member.child.describe_exit()
         member.last_exit = how.removeprefix(f"{member.child.name} ")
         if member.config.pool_path is not None:  # a killed worker leaves it behind
-            Path(member.config.pool_path).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what is left goes when the server stops
+                Path(member.config.pool_path).unlink(missing_ok=True)
         if member.life.phase is Phase.GIVEN_UP:
             raise ServerCrashedError(_explain_end(member))
         pause_s = (member.life.due_s or now_s) - now_s
