@@ -67,7 +67,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     preempted_s: float = 120.0
     drain_s: float = 10.0
     peer_silence_s: float = 60.0  # the other leg's worker can be reached but does not answer
-    stop_s: float = 3.0  # requests in flight may go on after SIGTERM
+    stop_s: float = 10.0  # requests in flight may go on after SIGTERM to their worker
     request_s: float = 600.0
 
 

@@ -214,15 +214,17 @@ class Launcher:
         already = self._signals
         agent = self._agent()
         agent_was_gone = agent is not None and agent.child.exit_code is not None
-        drain_s = self.settings.deadlines.drain_s
+        deadlines = self.settings.deadlines
         for roles in _STOP_ORDER:
             more = 1 if AGENT in roles else 0
             if "gateway" in roles:
-                timeout_s = drain_s + _STOP_S
+                timeout_s = deadlines.drain_s + _STOP_S
             elif "transfer" in roles:
                 timeout_s = _STOP_S
             else:
-                timeout_s = _AGENT_STOP_S if AGENT in roles else drain_s + DRAIN_S + _STOP_S
+                timeout_s = (
+                    _AGENT_STOP_S if AGENT in roles else deadlines.stop_s + DRAIN_S + _STOP_S
+                )
             killed += children.stop(
                 [child for child in self.supervisor.children if child.role in roles],
                 timeout_s=timeout_s,

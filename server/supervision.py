@@ -28,7 +28,8 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """The first end is followed by a start at once, those after it in a row by pauses.
+    """The first end is followed by a start at once, those after it in a row by pauses. A process
+    that served and ended in order was told to, and is followed at once by another.
 
     first_pause_s    before the second start in a row; each later pause is twice as long
     longest_pause_s  no pause is longer
@@ -40,7 +41,7 @@ class RestartPolicy:
 
     first_pause_s: float = 1.0
     longest_pause_s: float = 30.0
-    steady_s: float = 60.0
+    steady_s: float = 10.0
     max_failures: int | None = 5
     restart: bool = True
 
@@ -76,11 +77,15 @@ def became_ready(life: Life, now_s: float) -> Life:
     return replace(life, phase=Phase.READY, since_s=now_s, failures=0)
 
 
-def ended(life: Life, now_s: float, policy: RestartPolicy) -> Life:
-    """Its process is gone, or could not be started at all."""
+def ended(life: Life, now_s: float, policy: RestartPolicy, *, in_order: bool = False) -> Life:
+    """Its process is gone, or could not be started at all.
+
+    in_order   it exited with code 0, as it does when it is told to stop
+    """
     served = life.phase is Phase.READY
+    told = served and in_order
     steady = served and now_s - life.since_s >= policy.steady_s
-    before = 0 if steady else life.ends
+    before = 0 if told or steady else life.ends
     failures = 0 if served else life.failures + 1
     give_up = policy.max_failures is not None and failures >= policy.max_failures
     if give_up or not policy.restart:
@@ -89,7 +94,7 @@ def ended(life: Life, now_s: float, policy: RestartPolicy) -> Life:
         life,
         phase=Phase.ENDED,
         since_s=now_s,
-        ends=before + 1,
+        ends=0 if told else before + 1,
         failures=failures,
         due_s=now_s + policy.pause_s(before),
     )

@@ -7,6 +7,7 @@ endpoint and log, so that the others find it, and with another incarnation, so t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,11 +135,12 @@ class Supervisor:
     def _note_end(self, member: Member, now_s: float) -> str:
         member.stopped = False
         policy = AGENT_POLICY if member.config.role == AGENT else self._policy
-        member.life = ended(member.life, now_s, policy)
+        member.life = ended(member.life, now_s, policy, in_order=member.child.exit_code == 0)
         how = member.child.describe_exit()
         member.last_exit = how.removeprefix(f"{member.child.name} ")
         if member.config.pool_path is not None:  # a killed worker leaves it behind
-            Path(member.config.pool_path).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what is left goes when the server stops
+                Path(member.config.pool_path).unlink(missing_ok=True)
         if member.life.phase is Phase.GIVEN_UP:
             raise ServerCrashedError(_explain_end(member))
         pause_s = (member.life.due_s or now_s) - now_s

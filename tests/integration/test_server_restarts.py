@@ -159,6 +159,19 @@ def test_killed_process_is_replaced_at_its_address_and_all_goes_on(
     assert f"{instance} (pid {pid}) was killed by SIGKILL; it is started again" in server.stderr
 
 
+def test_request_that_comes_while_everybody_is_dead_is_served(
+    server: RunningServer, expected: str
+) -> None:
+    """It waits in the backlog for a gateway, and there for a pair."""
+    names = (*INSTANCES, "prefill-1", "decode-1")
+    pids = {name: server.send_signal(name, signal.SIGKILL) for name in names}
+    wait_for(lambda: not any(is_running(pid) for pid in pids.values()), "their end")
+    answer = ask(server, PROBE)
+    assert (answer.status, answer.text) == (200, expected)
+    for name, pid in pids.items():
+        server.wait_for_successor(name, pid)
+
+
 def test_requests_of_other_workers_are_untouched_by_a_death(
     server: RunningServer, expected: str
 ) -> None:

@@ -55,6 +55,21 @@ def test_a_process_that_served_for_long_is_started_at_once_again() -> None:
     assert ended(life, 62.0, POLICY).due_s == 62.0
 
 
+def test_a_process_that_was_told_to_stop_is_followed_at_once_each_time() -> None:
+    life, now_s = served(), 0.0
+    for _ in range(10):
+        now_s += 1.0
+        life = ended(life, now_s, POLICY, in_order=True)
+        assert (life.due_s, life.ends) == (now_s, 0)
+        life = became_ready(started(life, now_s), now_s)
+
+
+def test_one_that_ends_in_order_before_it_served_has_failed() -> None:
+    life = started(ended(served(), 0.0, POLICY), 0.0)
+    life = ended(life, 1.0, POLICY, in_order=True)
+    assert (life.due_s, life.failures) == (2.0, 1)
+
+
 def test_a_long_start_is_not_a_steady_time() -> None:
     life = started(ended(served(), 0.0, POLICY), 0.0)
     assert ended(life, 500.0, POLICY).due_s == 501.0
