@@ -25,7 +25,7 @@ from pdtrace.analysis.timeline import build_timelines
 from pdtrace.ring.reader import RingReader
 from pdtrace.spans import Span
 from pdtrace.stages import Gauge, Outcome, Role
-from server.injection.fault import Drop, name_of
+from server.injection.fault import Drop, Repeat, name_of
 from tests.support.completions import Ask, ask
 from tests.support.injection import inject, injected, wait_injected
 from tests.support.recorded import in_flight, is_root, spans_by_request, spans_of, wait_for
@@ -330,6 +330,26 @@ def test_message_that_is_lost_between_processes_costs_a_moment_and_no_request(
     ]
     assert timeline.violations == ()
     assert timeline.attempts == 1, "made good, not tried again"
+    check_recovered(server)
+
+
+def test_message_that_comes_twice_changes_nothing_and_is_counted(server: RunningServer) -> None:
+    fault = Repeat(at="decode-0", message="CopyDone")
+    acted = injected(server, at="decode-0")[name_of(fault)]
+    inject(server, fault)
+    assert ask(server, Ask(prompt=tokens(40, 22), max_tokens=8)).status == 200
+    wait_injected(server, fault, acted + 1, at="decode-0")
+
+    def counted() -> bool:
+        with server.client() as client:
+            lines = client.get("/metrics").text.splitlines()
+        series = [line for line in lines if line.startswith("pd_messages_ignored_total{")]
+        return any(
+            all(word in line for word in ('process="decode-0"', 'type="CopyDone"', 'why="'))
+            for line in series
+        )
+
+    wait_for(counted, "the count of a repeated message")
     check_recovered(server)
 
 
