@@ -18,9 +18,7 @@ def test_page_has_every_deadline_with_its_default() -> None:
     assert {name: float(seconds) for name, seconds in rows} == msgspec.to_builtins(Deadlines())
 
 
-@pytest.mark.parametrize(
-    "name", ["max_concurrency", "max_queue", "max_waiting", "preempted_pages"]
-)
+@pytest.mark.parametrize("name", ["max_concurrency", "max_queue", "max_waiting", "preempted_pages"])
 def test_page_has_the_bounds_of_the_queues(name: str) -> None:
     flag = f"--{name.replace('_', '-')}"
     (row,) = re.findall(rf"^\| ((?:`[-\w]+`(?:, )?)*`{flag}`.*?) \| (.*?) \|", PAGE, re.MULTILINE)
