@@ -193,6 +193,8 @@ def test_wait_for_kv_is_in_the_stage_in_which_prefill_said_it_has_the_request() 
     for state, stage in (("queued", "prefill.queue"), ("running", "prefill.compute")):
         leg.other = state
         assert (leg.waits_in, leg.stage) == (stage, "transfer")
+    leg.other = "a state of another build"
+    assert leg.waits_in == "transfer"
     leg.advance(DecodeState.LANDED, S)
     assert leg.waits_in == "decode.queue"
 
