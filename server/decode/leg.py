@@ -10,9 +10,11 @@ from server.request import (
     DECODE_TRANSITIONS,
     PREFILL_INFO,
     DecodeState,
-    PrefillState,
 )
 from server.wire.messages import Handoff, Peer
+
+_PREFILL_STAGES = {state.value: info.stage for state, info in PREFILL_INFO.items()}
+"""By the word in a message, which may be one of another build."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,7 +56,6 @@ class DecodeLeg(GeneratingLeg[DecodeState]):
     @property
     def waits_in(self) -> str:
         """While KV is awaited: the stage in which prefill has the request, as far as is known."""
-        info = None
-        if self.state is DecodeState.AWAITING_KV and self.other:
-            info = PREFILL_INFO.get(PrefillState(self.other))
-        return self.stage if info is None else info.stage
+        if self.state is not DecodeState.AWAITING_KV:
+            return self.stage
+        return _PREFILL_STAGES.get(self.other, self.stage)

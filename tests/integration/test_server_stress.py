@@ -20,10 +20,14 @@ import httpx
 import pytest
 
 from pdtrace import semconv as a
+from pdtrace.analysis.sources import read_source
+from pdtrace.analysis.timeline import build_timelines
 from pdtrace.ring.reader import RingReader
 from pdtrace.spans import Span
 from pdtrace.stages import Gauge, Outcome, Role
+from server.injection.fault import Drop, Repeat, name_of
 from tests.support.completions import Ask, ask
+from tests.support.injection import inject, injected, wait_injected
 from tests.support.recorded import in_flight, is_root, spans_by_request, spans_of, wait_for
 from tests.support.server import ROOT, RunningServer, running_server
 
@@ -33,6 +37,7 @@ MODEL = "fake:step_ms=1,token_us=1000"
 """A prompt of 3000 tokens takes 3 s, in chunks of 32 ms; a step of the batch some milliseconds."""
 LONG = 3000
 OPTIONS = (
+    "--allow-faults",
     *("--max-concurrency", "16", "--max-queue", "4", "--max-waiting", "12"),
     *("--prefill-budget", "32", "--prefill-pages", "1024", "--decode-pages", "2400"),
 )
@@ -292,6 +297,59 @@ def test_two_thousand_requests_at_a_small_queue_all_end(server: RunningServer) -
         lambda: gateway_metric(server, "pd_requests_total") - before == 2000,
         "the gateway's count of all of them",
     )
+    check_recovered(server)
+
+
+@pytest.mark.parametrize(
+    ("message", "at"),
+    [
+        ("PagesReserved", "prefill-0"),
+        ("Handoff", "decode-0"),
+        ("CopyDone", "decode-0"),
+        ("CopyDone", "prefill-0"),
+        ("LegClosed", "gateway-0"),
+    ],
+)
+def test_message_that_is_lost_between_processes_costs_a_moment_and_no_request(
+    server: RunningServer, message: str, at: str
+) -> None:
+    name = f"without-{message}-{at}"
+    fault = Drop(at=at, message=message)
+    acted = injected(server, at=at)[name_of(fault)]
+    inject(server, fault)
+    answer = ask(server, Ask(prompt=tokens(40, 21), max_tokens=8, request_id=name))
+    assert answer.status == 200
+    assert answer.text == ask(server, Ask(prompt=tokens(40, 21), max_tokens=8)).text
+    wait_injected(server, fault, acted + 1, at=at)
+    root, *_ = spans_of(server, name)
+    assert root.attributes[a.OUTCOME.key] == Outcome.COMPLETED
+    (timeline,) = [
+        timeline
+        for timeline in build_timelines(read_source(server.run_dir).traces)
+        if timeline.request_id == name
+    ]
+    assert timeline.violations == ()
+    assert timeline.attempts == 1, "made good, not tried again"
+    check_recovered(server)
+
+
+def test_message_that_comes_twice_changes_nothing_and_is_counted(server: RunningServer) -> None:
+    fault = Repeat(at="decode-0", message="CopyDone")
+    acted = injected(server, at="decode-0")[name_of(fault)]
+    inject(server, fault)
+    assert ask(server, Ask(prompt=tokens(40, 22), max_tokens=8)).status == 200
+    wait_injected(server, fault, acted + 1, at="decode-0")
+
+    def counted() -> bool:
+        with server.client() as client:
+            lines = client.get("/metrics").text.splitlines()
+        series = [line for line in lines if line.startswith("pd_messages_ignored_total{")]
+        return any(
+            all(word in line for word in ('process="decode-0"', 'type="CopyDone"', 'why="'))
+            for line in series
+        )
+
+    wait_for(counted, "the count of a repeated message")
     check_recovered(server)
 
 

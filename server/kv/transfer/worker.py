@@ -428,7 +428,9 @@ class TransferWorker:
         running = len(self.jobs.running())
         waiting = self.jobs.num_waiting
         now_ns = self._progress.tick(
-            busy=bool(running or waiting), load=WorkerLoad(running=running, waiting=waiting)
+            busy=bool(running or waiting),
+            load=WorkerLoad(running=running, waiting=waiting),
+            ignored=self.ignored,
         )
         self._recorder.gauge(Gauge.COPY_JOBS_WAITING, waiting)
         self._recorder.gauge(Gauge.COPIED_BYTES, self.copied_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +80,22 @@ def test_the_first_beat_comes_at_once_and_says_who_is_there(gateway: Inbox) -> N
     assert (beat.role, beat.seq, beat.draining) == ("decode", 1, False)
     assert beat.layout == LAYOUT
     thread.stop()
+
+
+def test_beats_say_which_messages_had_no_effect(gateway: Inbox) -> None:
+    progress = Progress()
+    ignored: Counter[str] = Counter({"late.CopyDone": 2})
+    progress.tick(busy=False, ignored=ignored)
+    ignored["unknown.Handoff"] += 1  # of the next turn
+    thread = HeartbeatThread(config(gateway, None, 0.01), progress)
+    thread.start()
+    assert next_beat(gateway).ignored == {"late.CopyDone": 2}
+    progress.tick(busy=False, ignored=ignored)
+    while next_beat(gateway).ignored == {"late.CopyDone": 2}:
+        pass
+    progress.tick(busy=False)
+    thread.stop()
+    assert next_beat(gateway).ignored == {"late.CopyDone": 2, "unknown.Handoff": 1}
 
 
 def test_beats_go_on_while_the_loop_hangs_and_show_how_long(gateway: Inbox) -> None:

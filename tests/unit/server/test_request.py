@@ -175,6 +175,37 @@ def test_deadline_is_the_state_s_own_until_the_request_s_comes_first() -> None:
     assert leg.deadline_ns == 600 * S
 
 
+def test_wait_for_decode_s_pages_is_bounded_by_the_request_alone_until_they_are_known() -> None:
+    leg = prefill_leg(PrefillState.ARRIVED, Changes(), {})
+    leg.advance(PrefillState.BOOTSTRAP, 5 * S)
+    assert leg.deadline_ns == 600 * S
+    leg.limit("handshake_s", 100 * S)
+    assert leg.deadline_ns == 130 * S
+    leg.limit("handshake_s", 590 * S)
+    assert leg.deadline_ns == 600 * S, "the request's comes first"
+    leg.advance(PrefillState.QUEUED, 110 * S)
+    assert leg.deadline_ns == 230 * S
+
+
+def test_wait_for_kv_is_in_the_stage_in_which_prefill_said_it_has_the_request() -> None:
+    leg = decode_leg(DecodeState.AWAITING_KV, Changes(), {})
+    assert leg.waits_in == "transfer"
+    for state, stage in (("queued", "prefill.queue"), ("running", "prefill.compute")):
+        leg.other = state
+        assert (leg.waits_in, leg.stage) == (stage, "transfer")
+    leg.other = "a state of another build"
+    assert leg.waits_in == "transfer"
+    leg.advance(DecodeState.LANDED, S)
+    assert leg.waits_in == "decode.queue"
+
+
+def test_waiting_for_kv_takes_longer_than_all_of_prefill_s_deadlines_together() -> None:
+    """So that the one who was late says so."""
+    d = Deadlines()
+    assert d.await_kv_s > d.prefill_queue_s + d.prefill_compute_s + d.transfer_s + d.drain_s
+    assert d.request_s > d.await_kv_s
+
+
 def test_drain_has_its_time_even_after_the_request_s_deadline() -> None:
     leg = decode_leg(DecodeState.AWAITING_KV, Changes(), {})
     leg.advance(DecodeState.DRAINING, 600 * S)
