@@ -125,6 +125,13 @@ def up(
         Transfer,
         typer.Option(help="shm: copies in shared memory; tcp: between two transfer processes."),
     ] = Transfer(DEFAULTS.transfer),
+    verify_copies: Annotated[
+        bool,
+        typer.Option(
+            "--verify-copies/--no-verify-copies",
+            help="Compare KV that was copied in shared memory with its source. TCP always does.",
+        ),
+    ] = DEFAULTS.verify_copies,
     page_size: Annotated[int, typer.Option(help="Tokens per KV page.")] = DEFAULTS.page_size,
     prefill_pages: Annotated[
         int, typer.Option(help="KV pages of each prefill worker.")
@@ -241,6 +248,7 @@ def up(
             policy=policy.value,
             first_token=first_token.value,
             transfer=transfer.value,
+            verify_copies=verify_copies,
             page_size=page_size,
             prefill_pages=prefill_pages,
             decode_pages=decode_pages,

@@ -18,6 +18,7 @@ from server.kv.layout import KvLayout
 from server.kv.pool import PoolDescriptor
 from server.kv.transfer import worker as worker_module
 from server.kv.transfer.base import Reason, TransferError
+from server.kv.transfer.jobs import Failure
 from server.kv.transfer.memory import Abort, Delay, Fate, MemoryTransfer, Script, copy_all
 from server.kv.transfer.worker import TransferWorker
 from server.round_trips import RoundTrips
@@ -493,7 +494,7 @@ def test_memory_of_handoffs_is_bounded(make_rig: MakeRig) -> None:
 def test_giving_up_drains_what_runs_before_the_legs_are_told(make_rig: MakeRig) -> None:
     rig = make_rig(lambda _copy: Fate.LOSE)
     rig.step(job(handoff="runs"), job(handoff="waits"))
-    rig.worker.fail_all(Reason.SHUTTING_DOWN, "transfer-0 is shutting down")
+    rig.worker.fail_all(Failure(Reason.SHUTTING_DOWN, "transfer-0 is shutting down"))
     assert [m.handoff_id for m in rig.mail.to(DECODE) if isinstance(m, CopyFailed)] == ["waits"]
     rig.step()
     failed = [m for m in rig.mail.to(DECODE) if isinstance(m, CopyFailed)]
