@@ -48,7 +48,7 @@ def _make(path: Path) -> None:
 
 def _read(path: Path) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(fd, "rb") as file:
+    try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise StartError(f"transfer secret {path} is not a file: remove it, one is made anew")
@@ -56,7 +56,9 @@ def _read(path: Path) -> bytes:
             raise StartError(
                 f"transfer secret {path} can be read by others: remove it, one is made anew"
             )
-        text = file.read(4 * SECRET_BYTES)
+        text = os.read(fd, 4 * SECRET_BYTES)
+    finally:
+        os.close(fd)
     try:
         secret = bytes.fromhex(text.decode())
     except ValueError:

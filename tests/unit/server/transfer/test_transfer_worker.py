@@ -17,7 +17,7 @@ from server.heartbeat import Progress
 from server.kv.layout import KvLayout
 from server.kv.pool import PoolDescriptor
 from server.kv.transfer import worker as worker_module
-from server.kv.transfer.base import Reason, TransferError
+from server.kv.transfer.base import PageCopy, Reason, TransferError
 from server.kv.transfer.jobs import Failure
 from server.kv.transfer.memory import Abort, Delay, Fate, MemoryTransfer, Script, copy_all
 from server.kv.transfer.worker import TransferWorker
@@ -525,6 +525,92 @@ def test_a_turn_that_raises_fails_what_is_at_hand_and_the_next_one_is_served(
     assert failed.reason == "internal"
     rig.step(job(handoff="b", last=True))
     assert rig.mail.to(DECODE)[1:] == [done(0, last=True, handoff="b")]
+
+
+@pytest.mark.case("XFER-01")
+def test_a_copy_that_never_ends_times_out_by_itself_and_both_legs_are_told(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(lambda copy: Fate.LOSE if copy.index == 2 else Fate.COPY)
+    rig.step(*(job(index, pages=(index,), last=index == 7) for index in range(8)), times=4)
+    rig.clock.advance(s=19.9)
+    rig.step(times=2)
+    assert rig.mail.to(DECODE) == [done(0, last=False), done(1, last=False)]
+    rig.clock.advance(s=0.2)
+    rig.step(times=2)
+    for leg in (PREFILL, DECODE):
+        [failed] = rig.mail.to(leg)[2:]
+        assert failed == CopyFailed(
+            handoff_id="a",
+            index=2,
+            reason="transfer_timeout",
+            message="copy job 2 did not end in 20 s",
+            settled=True,
+        )
+    assert rig.marks()[-1] == (
+        Mark.ABORTED,
+        (Outcome.TIMED_OUT, "transfer_timeout", "transfer-0"),
+    )
+    assert rig.traces_are_ended()
+    rig.step(job(handoff="b", last=True), times=2)
+    assert rig.mail.to(DECODE)[3:] == [done(0, last=True, handoff="b")]
+
+
+def test_time_in_the_queue_is_not_charged_to_the_copy(make_rig: MakeRig) -> None:
+    rig = make_rig(lambda copy: Delay(15.0) if copy.handoff_id == "a" else Delay(10.0))
+    rig.step(job(last=True), job(handoff="b", last=True))
+    rig.clock.advance(s=15)
+    rig.step(times=2)
+    rig.clock.advance(s=10)
+    rig.step(times=2)
+    assert rig.mail.to(DECODE) == [done(0, last=True), done(0, last=True, handoff="b")]
+
+
+def test_a_copy_that_arrives_short_fails_both_legs(make_rig: MakeRig) -> None:
+    rig = make_rig(lambda _copy: Fate.SHORT)
+    rig.step(job(pages=(0, 1, 2), last=True))
+    for leg in (PREFILL, DECODE):
+        [failed] = rig.mail.to(leg)
+        assert failed == CopyFailed(
+            handoff_id="a",
+            index=0,
+            reason="transfer_incomplete",
+            message=f"{2 * PAGE} of {3 * PAGE} bytes of copy job 0 arrived",
+            settled=True,
+        )
+    assert rig.marks()[-1][1] == (Outcome.FAILED, "transfer_incomplete", "transfer-0")
+    assert rig.worker.copied_bytes == 0
+    assert rig.traces_are_ended()
+
+
+@pytest.mark.case("XFER-01", "XFER-07")
+def test_a_job_that_cannot_be_started_fails_its_handoff_with_the_type_of_what_was_raised(
+    make_rig: MakeRig,
+) -> None:
+    def script(copy: PageCopy) -> Fate:
+        if copy.handoff_id == "a" and copy.index == 2:
+            raise OverflowError("scripted")
+        return Fate.COPY
+
+    rig = make_rig(script)
+    jobs = [job(index, pages=(index,), last=index == 7) for index in range(8)]
+    rig.step(*jobs, job(handoff="b", last=True), times=6)
+    for leg in (PREFILL, DECODE):
+        messages = [m for m in rig.mail.to(leg) if getattr(m, "handoff_id", "") == "a"]
+        assert messages[:2] == [done(0, last=False), done(1, last=False)]
+        assert messages[2:] == [
+            CopyFailed(
+                handoff_id="a",
+                index=2,
+                reason="internal",
+                message="the transfer failed: OverflowError: scripted",
+                settled=True,
+            )
+        ]
+    assert done(0, last=True, handoff="b") in rig.mail.to(DECODE)
+    aborts = [values for mark, values in rig.marks() if mark is Mark.ABORTED]
+    assert aborts == [(Outcome.FAILED, "OverflowError", "transfer-0")]
+    assert rig.traces_are_ended()
 
 
 def test_progress_says_busy_only_while_there_are_jobs(make_rig: MakeRig) -> None:
