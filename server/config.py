@@ -122,6 +122,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     agent_port: int = 0  # where the recording's agent answers; 0: any free one, -1: nowhere
     api_key: str | None = None
     restart: bool = True  # a process that ended is started again; else the server stops
+    curve_keys: str | None = None  # folder of keys for ZeroMQ over a network
     deadlines: Deadlines = Deadlines()
 
     def __post_init__(self) -> None:
@@ -160,7 +161,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value not in choices:
                 raise StartError(f"{flag(name)} is {value!r}, expected one of {', '.join(choices)}")
-        for name in ("run_dir", "host", "model", "served_name", "api_key"):
+        for name in ("run_dir", "host", "model", "served_name", "api_key", "curve_keys"):
             if not is_utf8(getattr(self, name) or ""):  # processes are told their settings in JSON
                 raise StartError(f"{flag(name)} is not valid UTF-8")
         if self.clock_faults and not self.allow_faults:

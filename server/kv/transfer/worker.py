@@ -48,6 +48,7 @@ from server.readiness import announce_ready
 from server.recording import open_recorder, process_clock, record_round_trip
 from server.round_trips import RoundTrips
 from server.said import Said, is_due
+from server.wire.curve import load_keys
 from server.wire.messages import (
     AnyMessage,
     CancelCopies,
@@ -484,11 +485,12 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
         transfer = faulty_transfer(_make_transfer(config, clock, injector), injector)
         stack.callback(transfer.close)
         stack.enter_context(stop_on_signals(stop, transfer.wake))
-        inbox = Inbox(config.endpoint, on_arrival=transfer.wake, clock=clock)
+        keys = load_keys(config.settings.curve_keys)
+        inbox = Inbox(config.endpoint, on_arrival=transfer.wake, clock=clock, keys=keys)
         stack.callback(inbox.close)
         recorder = open_recorder(config, Role.TRANSFER, clock, recorder_class(injector))
         stack.callback(recorder.close)
-        outbox = Outbox()
+        outbox = Outbox(keys=keys)
         stack.callback(outbox.close)
         progress = Progress(clock)
         round_trips = RoundTrips(config.incarnation)
@@ -508,7 +510,7 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
             progress,
             round_trips=round_trips,
             clock=clock,
-            make_outbox=heartbeat_outbox(injector),
+            make_outbox=heartbeat_outbox(injector, keys),
         )
         heartbeat.start()
         stack.callback(heartbeat.stop)
