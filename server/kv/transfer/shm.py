@@ -31,7 +31,7 @@ from server.kv.transfer.wakeup import Wakeup
 from server.wire.messages import PoolRef
 
 STEP_BYTES = 8 * 1024 * 1024  # per call of poll, so that messages are read in between
-PIECE_BYTES = 64 * 1024  # with its source it fits a core's cache, where comparing costs least
+PIECE_BYTES = 128 * 1024  # with its source it fits a core's cache, where comparing costs least
 
 _logger = logging.getLogger(__name__)
 
