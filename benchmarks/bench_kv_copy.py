@@ -4,8 +4,8 @@
 
 Both pools lie in shared memory and are mapped as the transfer process maps them. Each round copies
 the same bytes in every way, in an order drawn anew: with one memcpy from pool to pool, with the
-shared-memory transfer (pages in a row, and every page somewhere else), and with the TCP transfer to
-a second process on loopback, which verifies and confirms. A copy is timed from `submit` to its
+shared-memory transfer (pages in a row, the same without verifying, and every page somewhere else),
+and with the TCP transfer to a second process on loopback, which verifies and confirms. A copy is timed from `submit` to its
 `Copied` event, so small copies show what a copy job costs beside its bytes.
 
 Ratios are memcpy's time over the transfer's: the median of those taken within one round, and best
@@ -42,6 +42,7 @@ from server.wire.messages import PoolRef
 # Pages of 512 KiB: they divide the sizes, and the default model's pages have 720 KiB.
 LAYOUT = KvLayout(num_layers=32, num_kv_heads=2, head_dim=64, page_size=16, dtype="float32")
 MIB = 2**20
+SECRET = bytes(32)
 SOURCE = PoolRef(owner="prefill-0", incarnation="1")
 DESTINATION = PoolRef(owner="decode-0", incarnation="1")
 MIN_SECONDS = 0.01  # per way and round: small copies are repeated
@@ -111,7 +112,7 @@ def transfer_way(
 
 def receive(pool: PoolDescriptor, pipe: Connection) -> None:
     """The destination host's transfer process, until `pipe` says stop."""
-    transfer = TcpTransfer("127.0.0.1:0")
+    transfer = TcpTransfer("127.0.0.1:0", secret=SECRET)
     transfer.register(DESTINATION, pool)
     pipe.send(transfer.address)
     while not pipe.poll():
@@ -144,15 +145,18 @@ def measure(num_bytes: int, rounds: int) -> list[Way]:
             for ref in (SOURCE, DESTINATION)
         )
         source.memory[:] = os.urandom(MIB) * (num_bytes // MIB)
-        shm, tcp = ShmTransfer(), TcpTransfer("127.0.0.1:0")
-        for transfer in (shm, tcp):
+        shm, unverified = ShmTransfer(), ShmTransfer(verify=False)
+        tcp = TcpTransfer("127.0.0.1:0", secret=SECRET)
+        for transfer in (shm, unverified, tcp):
             transfer.register(SOURCE, source.descriptor)
-        shm.register(DESTINATION, destination.descriptor)
+        for transfer in (shm, unverified):
+            transfer.register(DESTINATION, destination.descriptor)
         to, origin = address_of(destination), address_of(source)
         with receiver(destination.descriptor) as address:
             ways = [
                 Way("memcpy", lambda: ctypes.memmove(to, origin, num_bytes)),
                 transfer_way("shm, pages in a row", shm, pages, pages),
+                transfer_way("shm, not verified", unverified, pages, pages),
                 transfer_way("shm, pages scattered", shm, pages, shuffled),
                 transfer_way("tcp, pages in a row", tcp, pages, pages, address),
             ]
@@ -164,12 +168,12 @@ def measure(num_bytes: int, rounds: int) -> list[Way]:
             for _ in range(rounds):
                 for way in random.sample(ways, len(ways)):
                     way.run(repeats)
-            for way in (ways[1], ways[3]):
+            for way in (ways[1], ways[2], ways[4]):
                 destination.memory[:] = bytes(num_bytes)
                 way.copy()
                 assert source.memory == destination.memory, f"{way.name}: other bytes arrived"
-        shm.close()
-        tcp.close()
+        for transfer in (shm, unverified, tcp):
+            transfer.close()
         source.close()
         destination.close()
     return ways

@@ -27,6 +27,7 @@ from server.injection.script import parse_faults, read_faults
 from server.launch import Launcher, run_server
 from server.process import EXIT_START_ERROR
 from server.rundir import LATEST, timestamped
+from server.wire.curve import make_keys
 
 DEFAULTS = Settings()
 RUNS = Path("run")
@@ -125,6 +126,13 @@ def up(
         Transfer,
         typer.Option(help="shm: copies in shared memory; tcp: between two transfer processes."),
     ] = Transfer(DEFAULTS.transfer),
+    verify_copies: Annotated[
+        bool,
+        typer.Option(
+            "--verify-copies/--no-verify-copies",
+            help="Compare KV that was copied in shared memory with its source. TCP always does.",
+        ),
+    ] = DEFAULTS.verify_copies,
     page_size: Annotated[int, typer.Option(help="Tokens per KV page.")] = DEFAULTS.page_size,
     prefill_pages: Annotated[
         int, typer.Option(help="KV pages of each prefill worker.")
@@ -194,6 +202,13 @@ def up(
     record: Annotated[
         bool, typer.Option("--record/--no-record", help="Record marks and run the agent.")
     ] = DEFAULTS.record,
+    curve_keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of keys (`python -m server keys DIR`): ZeroMQ over TCP is encrypted, and "
+            "only known peers get through. Without it nothing is sent to other hosts."
+        ),
+    ] = None,
     agent_port: Annotated[
         int,
         typer.Option(
@@ -241,6 +256,8 @@ def up(
             policy=policy.value,
             first_token=first_token.value,
             transfer=transfer.value,
+            verify_copies=verify_copies,
+            curve_keys=None if curve_keys is None else str(curve_keys.absolute()),
             page_size=page_size,
             prefill_pages=prefill_pages,
             decode_pages=decode_pages,
@@ -343,6 +360,22 @@ def _faults_of(source: str) -> tuple[Fault, ...]:
     if source.lstrip().startswith(("[", "{")):
         return parse_faults(source, source="the faults")
     return read_faults(Path(source))
+
+
+@app.command()
+def keys(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that does not exist.")],
+) -> None:
+    """Make keys for servers on several hosts, which all need a copy of the folder.
+
+    With `up --curve-keys DIR` ZeroMQ over TCP is encrypted, and only known peers get through.
+    """
+    try:
+        make_keys(directory)
+    except StartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_START_ERROR) from error
+    print(f"Keys are in {directory}. Copy it to each host, and keep it private.")
 
 
 @app.command()

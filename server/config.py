@@ -24,7 +24,14 @@ NO_AGENT_HTTP = -1
 WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         PD: ("workers", "chunked"),
-        COLOCATED: ("prefill", "decode", "prefill_pages", "first_token", "transfer"),
+        COLOCATED: (
+            "prefill",
+            "decode",
+            "prefill_pages",
+            "first_token",
+            "transfer",
+            "verify_copies",
+        ),
     }
 )
 """Settings that mean nothing in a mode: refused where somebody asks for them."""
@@ -62,6 +69,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     prefill_queue_s: float = 120.0
     prefill_compute_s: float = 300.0
     transfer_s: float = 30.0
+    copy_s: float = 20.0  # one copy job, from its start; below transfer_s, so that it says why
     await_kv_s: float = 480.0  # more than queue, compute, transfer and drain on the other side
     decode_queue_s: float = 120.0
     preempted_s: float = 120.0
@@ -90,6 +98,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "least_loaded"
     first_token: str = "decode"  # noqa: S105 - or "prefill": forwarded early
     transfer: str = "shm"  # or "tcp"
+    verify_copies: bool = True  # compare what was copied in shared memory with its source
     page_size: int = 16
     prefill_pages: int = 512
     decode_pages: int = 512
@@ -113,6 +122,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     agent_port: int = 0  # where the recording's agent answers; 0: any free one, -1: nowhere
     api_key: str | None = None
     restart: bool = True  # a process that ended is started again; else the server stops
+    curve_keys: str | None = None  # folder of keys for ZeroMQ over a network
     deadlines: Deadlines = Deadlines()
 
     def __post_init__(self) -> None:
@@ -151,7 +161,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value not in choices:
                 raise StartError(f"{flag(name)} is {value!r}, expected one of {', '.join(choices)}")
-        for name in ("run_dir", "host", "model", "served_name", "api_key"):
+        for name in ("run_dir", "host", "model", "served_name", "api_key", "curve_keys"):
             if not is_utf8(getattr(self, name) or ""):  # processes are told their settings in JSON
                 raise StartError(f"{flag(name)} is not valid UTF-8")
         if self.clock_faults and not self.allow_faults:

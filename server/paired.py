@@ -145,7 +145,16 @@ class PairedScheduler(Scheduler[LegT]):
     def copies_failed(self, leg: LegT, message: CopyFailed) -> None:
         """End `leg`. That no more jobs will run does not say that the failed one let go of its
         source pages, so this ends by draining, like every end with copies open."""
-        self.fail(leg, message.reason, message.message)
+        timed_out = message.reason == Reason.TRANSFER_TIMEOUT
+        self.end(
+            leg,
+            Ending(
+                outcome=Outcome.TIMED_OUT if timed_out else Outcome.FAILED,
+                reason=message.reason,
+                message=message.message,
+                by=self.config.instance,
+            ),
+        )
 
     def _transfer_replaced(self, transfer: Peer) -> None:
         """The transfer process was started anew. It knows nothing of what was asked of the one

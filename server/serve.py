@@ -26,6 +26,7 @@ from server.readiness import announce_ready
 from server.recording import open_recorder, process_clock
 from server.round_trips import RoundTrips
 from server.scheduler import DRAINING, Ports, Scheduler
+from server.wire.curve import load_keys
 from server.wire.sockets import Inbox, Outbox
 
 DRAIN_S = 1.5
@@ -53,7 +54,8 @@ def serve(
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop_on_signals(stop))
         clock = process_clock(config)
-        inbox = Inbox(config.endpoint, clock=clock)
+        keys = load_keys(config.settings.curve_keys)
+        inbox = Inbox(config.endpoint, clock=clock, keys=keys)
         stack.callback(inbox.close)
         if engine is None:
             engine = _load(config, role)
@@ -61,7 +63,7 @@ def serve(
         injector = make_injector(config)
         recorder = open_recorder(config, role, clock, recorder_class(injector))
         stack.callback(recorder.close)
-        outbox = Outbox()
+        outbox = Outbox(keys=keys)
         stack.callback(outbox.close)
         progress = Progress(clock)
         round_trips = RoundTrips(config.incarnation)
@@ -85,7 +87,7 @@ def serve(
             pool=engine.pool.descriptor,
             round_trips=round_trips,
             clock=clock,
-            make_outbox=heartbeat_outbox(injector),
+            make_outbox=heartbeat_outbox(injector, keys),
         )
         disturb(worker, injector, config.settings.faults)
         _discard_others_mail(inbox, config.instance)

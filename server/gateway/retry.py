@@ -72,6 +72,7 @@ RULES: Mapping[str, Rule | None] = MappingProxyType(
         "transfer_incomplete": _COPY_FAILED,
         "transfer_timeout": _COPY_FAILED,
         "checksum_mismatch": _COPY_FAILED,
+        "unauthenticated": _COPY_FAILED,
         "unknown_pool": _COPY_FAILED,
         "pool_replaced": _COPY_FAILED,
         "no_route": _COPY_FAILED,

@@ -33,6 +33,7 @@ from server.injection.process import make_injector, recorder_class
 from server.readiness import announce_ready
 from server.recording import open_recorder
 from server.tokenizer import load_tokenizer
+from server.wire.curve import load_keys
 from server.wire.messages import Heartbeat, HeartbeatAck, Peer
 from server.wire.sockets import AsyncInbox, Outbox
 
@@ -59,8 +60,9 @@ async def _serve(config: ProcessConfig, listener: socket.socket) -> None:
     settings = config.settings
     model = load_model_info(settings.model)
     tokenizer = load_tokenizer(settings.model)
-    inbox = AsyncInbox(config.endpoint)
-    outbox = Outbox()
+    keys = load_keys(settings.curve_keys)
+    inbox = AsyncInbox(config.endpoint, keys=keys)
+    outbox = Outbox(keys=keys)
     recorder = Recorder.disabled()
     try:
         injector = make_injector(config)

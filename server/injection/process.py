@@ -8,6 +8,7 @@ what they were given.
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from pdtrace.recorder import Recorder
 from pdtrace.ring.writer import RingWriter
@@ -16,6 +17,7 @@ from server.heartbeat import MakeOutbox
 from server.injection.fault import Place
 from server.injection.injector import Injector
 from server.injection.ports import FaultyOutbox
+from server.wire.curve import CurveKeys
 from server.wire.messages import AnyMessage, InjectFaults, Peer
 from server.wire.sockets import Outbox
 
@@ -51,13 +53,13 @@ def recorder_class(injector: Injector | None) -> type[Recorder]:
     return FaultyRecorder
 
 
-def heartbeat_outbox(injector: Injector | None) -> MakeOutbox:
+def heartbeat_outbox(injector: Injector | None, keys: CurveKeys | None) -> MakeOutbox:
     """What makes the outbox of the heartbeat's thread."""
     if injector is None:
-        return Outbox
+        return partial(Outbox, keys=keys)
 
     def make() -> _ClosingOutbox:
-        return _ClosingOutbox(Outbox(), injector)
+        return _ClosingOutbox(Outbox(keys=keys), injector)
 
     return make
 

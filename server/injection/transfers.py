@@ -54,9 +54,15 @@ class FaultyTcpTransfer(TcpTransfer):
     """A TCP transfer that raises where it sends or receives."""
 
     def __init__(
-        self, listen: str, *, copy_timeout_s: float, clock: Clock, injector: Injector
+        self,
+        listen: str,
+        *,
+        secret: bytes,
+        copy_timeout_s: float,
+        clock: Clock,
+        injector: Injector,
     ) -> None:
-        super().__init__(listen, copy_timeout_s=copy_timeout_s, clock=clock)
+        super().__init__(listen, secret=secret, copy_timeout_s=copy_timeout_s, clock=clock)
         self._injector = injector
 
     def _advance_sender(self, sender: Sender) -> None:

@@ -2,7 +2,8 @@
 
 Owns sockets, their limits and their threads; knows nothing of what a message means. With
 `server.kv.transfer` the only importer of zmq. Sockets bind where the endpoint says: ipc paths from
-`server.wire.endpoints`, or loopback TCP.
+`server.wire.endpoints`, loopback TCP, or with keys (`server.wire.curve`) any TCP. Where there are
+keys, all TCP is encrypted and only known peers get through; without, no socket leaves the host.
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ from zmq.utils.monitor import parse_monitor_message
 
 from pdtrace.clock import SYSTEM_CLOCK, Clock
 from server.errors import StartError
+from server.wire.curve import (
+    ZAP_DOMAIN,
+    ZAP_ENDPOINT,
+    CurveKeys,
+    endpoint_refusal,
+    is_networked,
+    zap_answer,
+)
 from server.wire.endpoints import clear_stale_socket, remove_socket, socket_inode
 from server.wire.messages import MAX_MESSAGE_BYTES, AnyMessage, WireError, decode, encode
 
@@ -32,6 +41,12 @@ LINGER_S = 0.2
 _POLL_MS = 100  # how long a close waits for the I/O thread at most
 _FULL_PAUSE_S = 0.005
 _LOG_EVERY_S = 10.0
+_MESSAGES_PER_TURN = 1_000  # then peers that want in are answered
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -50,11 +65,13 @@ class Received:
 
 @dataclass(slots=True)
 class InboxCounters:
-    """What an inbox has seen. `malformed` frames were dropped; `held_back` times it was full."""
+    """What an inbox has seen. `malformed` frames were dropped; `held_back` times it was full;
+    `denied` handshakes failed: no key, an unknown one, or one for another inbox."""
 
     received: int = 0
     malformed: int = 0
     held_back: int = 0
+    denied: int = 0
 
 
 class _Receiver:
@@ -72,7 +89,11 @@ class _Receiver:
         num_waiting: Callable[[], int],
         max_messages: int,
         clock: Clock,
+        keys: CurveKeys | None,
     ) -> None:
+        refusal = endpoint_refusal(endpoint, keys)
+        if refusal is not None:
+            raise StartError(f"will not listen: {refusal}")
         clear_stale_socket(endpoint)
         self.counters = InboxCounters()
         self._deliver = deliver
@@ -80,6 +101,10 @@ class _Receiver:
         self._max_messages = max_messages
         self._now_ns = clock.monotonic_ns
         self._last_log_s = -_LOG_EVERY_S
+        self._last_denied_log_s = -_LOG_EVERY_S
+        self._known = frozenset[bytes]() if keys is None else keys.known
+        self._zap: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
         self._stopping = threading.Event()
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._socket = self._context.socket(zmq.PULL)
@@ -87,6 +112,8 @@ class _Receiver:
         self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.set(zmq.RCVHWM, OUTBOX_MESSAGES)
         try:
+            if keys is not None and is_networked(endpoint):
+                self._guard(keys)
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
@@ -96,10 +123,24 @@ class _Receiver:
         self._thread = threading.Thread(target=self._run, name="wire-inbox", daemon=True)
         self._thread.start()
 
+    def _guard(self, keys: CurveKeys) -> None:
+        """Let in only who proves to have one of the known keys."""
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.set(zmq.LINGER, 0)
+        self._zap.bind(ZAP_ENDPOINT)  # must be there before the socket that asks it
+        self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
+        self._socket.set(zmq.CURVE_SERVER, 1)
+        self._socket.set(zmq.CURVE_SECRETKEY, keys.inbox.secret)
+        self._socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+
     def close(self) -> None:
         """Stop the thread and unbind. Idempotent; messages not read yet are dropped."""
         self._stopping.set()
         self._thread.join()
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._monitor = None
         # ZeroMQ leaves the file behind. While the socket is open nobody else can have bound it.
         remove_socket(self.endpoint, self._inode)
         self._inode = None
@@ -108,21 +149,54 @@ class _Receiver:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
+        for guard in (self._zap, self._monitor):
+            if guard is not None:
+                poller.register(guard, zmq.POLLIN)
         while not self._stopping.is_set():
             if not poller.poll(_POLL_MS):
                 continue
             try:
+                self._answer_zap()
+                self._count_denied()
                 self._read_all()
             except Exception:  # a thread that died would look like a silent network
                 _logger.exception("inbox %s failed to read; it goes on", self.endpoint)
                 self._stopping.wait(_FULL_PAUSE_S)
 
+    def _answer_zap(self) -> None:
+        while self._zap is not None and self._zap.poll(0):
+            allowed, reply = zap_answer(self._zap.recv_multipart(), self._known)
+            self._zap.send_multipart(reply)
+            if not allowed:
+                self._deny("its key is not known here")
+
+    def _count_denied(self) -> None:
+        while self._monitor is not None and self._monitor.poll(0):
+            frames: list[Any] = self._monitor.recv_multipart()
+            # Refused by us: counted when that was answered.
+            if parse_monitor_message(frames)["event"] != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._deny("it has no key, or one for another server")
+
+    def _deny(self, why: str) -> None:
+        self.counters.denied += 1
+        now_s = time.monotonic()
+        if now_s - self._last_denied_log_s >= _LOG_EVERY_S:
+            self._last_denied_log_s = now_s
+            _logger.warning(
+                "inbox %s let a peer not in (%d so far): %s",
+                self.endpoint,
+                self.counters.denied,
+                why,
+            )
+
     def _read_all(self) -> None:
-        while not self._stopping.is_set():
+        for _ in range(_MESSAGES_PER_TURN):
+            if self._stopping.is_set():
+                return
             if self._num_waiting() >= self._max_messages:
                 self.counters.held_back += 1
                 self._stopping.wait(_FULL_PAUSE_S)
-                continue
+                return
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -157,8 +231,10 @@ class Inbox:
     on_arrival  called by the I/O thread after each message, for a loop that waits for other
                 things too
     clock       stamps each message as it comes out of the socket
+    keys        who may connect over TCP; None: nobody from another host
 
-    Raises StartError when `endpoint` cannot be bound: in use, not a socket, no such directory.
+    Raises StartError when `endpoint` cannot be bound: in use, not a socket, no such directory, open
+    to other hosts without keys.
     """
 
     def __init__(
@@ -168,6 +244,7 @@ class Inbox:
         max_messages: int = INBOX_MESSAGES,
         on_arrival: Callable[[], None] | None = None,
         clock: Clock = SYSTEM_CLOCK,
+        keys: CurveKeys | None = None,
     ) -> None:
         self._queue: queue.SimpleQueue[Received] = queue.SimpleQueue()
         self._on_arrival = on_arrival
@@ -177,6 +254,7 @@ class Inbox:
             num_waiting=self._queue.qsize,
             max_messages=max_messages,
             clock=clock,
+            keys=keys,
         )
 
     @property
@@ -224,7 +302,13 @@ class Inbox:
 class AsyncInbox:
     """Messages for a coroutine of the event loop in which the inbox was made."""
 
-    def __init__(self, endpoint: str, *, max_messages: int = INBOX_MESSAGES) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        max_messages: int = INBOX_MESSAGES,
+        keys: CurveKeys | None = None,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[Received] = deque()
         self._arrived = asyncio.Event()
@@ -235,6 +319,7 @@ class AsyncInbox:
             num_waiting=self._waiting.__len__,
             max_messages=max_messages,
             clock=SYSTEM_CLOCK,
+            keys=keys,
         )
 
     @property
@@ -280,11 +365,15 @@ class AsyncInbox:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """One PUSH socket. `connected` is None until the first connection succeeds."""
+    """One PUSH socket. `connected` is None until the first connection succeeds or is refused.
+
+    denied   whether the last one failed because the keys of both ends do not fit
+    """
 
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     connected: bool | None = None
+    denied: bool = False
     sent: int = 0
 
 
@@ -301,11 +390,19 @@ class Outbox:
 
     A socket per endpoint opens on first use; messages queue while the first connection is being
     made. `send` is False, and the message is dropped and counted, when the peer's queue is full
-    or the connection is lost and not yet made again. True means queued, not delivered: a peer may
+    or the connection is lost and not yet made again, and when `endpoint` is on another host and
+    there are no keys. True means queued, not delivered: a peer may
     die with messages in its queue, which deadlines must cover.
     """
 
-    def __init__(self, *, linger_s: float = LINGER_S, max_messages: int = OUTBOX_MESSAGES) -> None:
+    def __init__(
+        self,
+        *,
+        linger_s: float = LINGER_S,
+        max_messages: int = OUTBOX_MESSAGES,
+        keys: CurveKeys | None = None,
+    ) -> None:
+        self._keys = keys
         self.counters = OutboxCounters()
         self._linger_ms = round(linger_s * 1000)
         self._max_messages = max_messages
@@ -320,6 +417,9 @@ class Outbox:
         frame = encode(message)
         peer = self._peers.get(endpoint)
         if peer is None:
+            refusal = endpoint_refusal(endpoint, self._keys)
+            if refusal is not None:
+                return self._refuse(endpoint, f"will not connect: {refusal}")
             peer = self._peers[endpoint] = self._open(endpoint)
         _follow_connection(peer)
         if peer.connected is False:
@@ -371,16 +471,27 @@ class Outbox:
         push.set(zmq.RECONNECT_IVL_MAX, 100)
         push.set(zmq.TCP_KEEPALIVE, 1)
         push.set(zmq.TCP_KEEPALIVE_IDLE, 10)
-        monitor = push.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        if self._keys is not None and is_networked(endpoint):
+            events |= _HANDSHAKE_FAILED
+            push.set(zmq.CURVE_SERVERKEY, self._keys.inbox.public)
+            push.set(zmq.CURVE_PUBLICKEY, self._keys.process.public)
+            push.set(zmq.CURVE_SECRETKEY, self._keys.process.secret)
+        monitor = push.get_monitor_socket(events)
         push.connect(endpoint)
         return _Peer(push, monitor)
 
-    def _refuse(self, endpoint: str) -> bool:
+    def _refuse(self, endpoint: str, why: str = "") -> bool:
         num_refused = self.counters.refused.get(endpoint, 0) + 1
         self.counters.refused[endpoint] = num_refused
         if num_refused == 1:
-            # A lost peer is everyday business (a stop, a restart); a full queue is not.
-            if self._peers[endpoint].connected is False:
+            peer = self._peers.get(endpoint)
+            # A lost peer is everyday business (a stop, a restart); all else is not.
+            if peer is None:
+                _logger.error("message for %s refused: %s", endpoint, why)
+            elif peer.denied:
+                _logger.error("message for %s refused: its keys and ours do not fit", endpoint)
+            elif peer.connected is False:
                 _logger.info("message for %s refused: the connection is lost", endpoint)
             else:
                 _logger.warning("message for %s refused: its queue is full", endpoint)
@@ -402,6 +513,8 @@ def _follow_connection(peer: _Peer) -> None:
             return
         event = parse_monitor_message(frames)["event"]
         peer.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if event != zmq.EVENT_DISCONNECTED:
+            peer.denied = not peer.connected
 
 
 def _close_peer(peer: _Peer, *, linger_ms: int) -> None:

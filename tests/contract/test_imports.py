@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-ZMQ_AREA = re.compile(r"server\.wire\.sockets|server\.kv\.transfer\.\w+")
+ZMQ_AREA = re.compile(r"server\.wire\.(sockets|curve)|server\.kv\.transfer\.\w+")
 
 # Runs with the forbidden packages hidden; prints {module: error} of those that failed to import.
 IMPORT_ALL = """

@@ -20,6 +20,7 @@ from server.wire.messages import PoolRef
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
 NUM_PAGES = 16
 LIMIT_S = 10.0
+SECRET = bytes(range(32))
 
 
 class Harness(Protocol):
@@ -163,8 +164,8 @@ class TcpHarness:
     def __init__(
         self, directory: Path, *, copy_timeout_s: float = 30.0, num_pages: int = NUM_PAGES
     ) -> None:
-        self.receiver = TcpTransfer("127.0.0.1:0", copy_timeout_s=copy_timeout_s)
-        self.sender = TcpTransfer("127.0.0.1:0", copy_timeout_s=copy_timeout_s)
+        self.receiver = TcpTransfer("127.0.0.1:0", secret=SECRET, copy_timeout_s=copy_timeout_s)
+        self.sender = TcpTransfer("127.0.0.1:0", secret=SECRET, copy_timeout_s=copy_timeout_s)
         self.source: KvTransfer = self.sender
         self.destination: KvTransfer = self.receiver
         self.address: str | None = self.receiver.address

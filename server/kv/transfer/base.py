@@ -8,9 +8,11 @@ The contract
 - One thread calls everything but `wake`. No call but `poll` may block, and `poll` at most for its
   timeout; long copies advance a bounded step per call.
 - `submit` starts nothing that cannot fail: whatever is wrong with a copy is an event, never an
-  exception. Every copy ends in exactly one `Copied` or `Failed` event, unless it is cancelled.
+  exception. Every copy ends in exactly one `Copied` or `Failed` event, unless it is cancelled. What
+  a defect raises ends the copy at hand and no other.
 - `Copied` means observed completion: the bytes are visible at the destination to its owner. That
-  all bytes were handed to a kernel, a NIC or a stream is not enough.
+  all bytes were handed to a kernel, a NIC or a stream is not enough. Its `num_bytes` were counted
+  as they moved. Unless that is switched off, they are also known to be those of the source.
 - `Failed.settled` says whether the destination pages are certain to stay untouched from then on.
   While it is False only the destination's own transfer can tell, by draining.
 - `cancel` ends with a `Drained` event: nothing of the handoff is read or written by this transfer
@@ -94,7 +96,9 @@ class Reason(StrEnum):
     PEER_UNREACHABLE = "peer_unreachable"
     PEER_LOST = "peer_lost"
     TRANSFER_TIMEOUT = "transfer_timeout"
+    TRANSFER_INCOMPLETE = "transfer_incomplete"
     CHECKSUM_MISMATCH = "checksum_mismatch"
+    UNAUTHENTICATED = "unauthenticated"
     PROTOCOL_ERROR = "protocol_error"
     CANCELLED = "cancelled"
     JOBS_MISSING = "jobs_missing"
@@ -133,6 +137,7 @@ class Failed:
     """A copy ended without completing.
 
     settled   the destination pages are certain not to be written from here on
+    error     type of the exception that ended it; None when the reason says it all
     """
 
     handoff_id: str
@@ -140,6 +145,7 @@ class Failed:
     reason: Reason
     message: str
     settled: bool
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,11 +159,18 @@ TransferEvent: TypeAlias = Copied | Failed | Drained
 
 
 class TransferError(Exception):
-    """A copy cannot be done; `reason` and the text go into its `Failed` event."""
+    """A copy cannot be done; `reason`, `error` and the text go into its `Failed` event."""
 
-    def __init__(self, reason: Reason, message: str) -> None:
+    def __init__(self, reason: Reason, message: str, *, error: str | None = None) -> None:
         super().__init__(message)
         self.reason = reason
+        self.error = error
+
+    @classmethod
+    def of(cls, error: Exception) -> TransferError:
+        """What a defect of the transfer means for the copy at hand."""
+        name = type(error).__name__
+        return cls(Reason.INTERNAL, f"the transfer failed: {name}: {error}", error=name)
 
 
 class KvTransfer(Protocol):

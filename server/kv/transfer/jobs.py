@@ -20,10 +20,15 @@ from server.wire.messages import CopyJob
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """One copy job. `held_until_ns` is 0 unless a fault holds it."""
+    """One copy job.
+
+    held_until_ns   0 unless a fault holds it
+    started_ns      when it began to copy; 0 before
+    """
 
     message: CopyJob
     held_until_ns: int = 0
+    started_ns: int = 0
     state: CopyState = CopyState.QUEUED
 
     def advance(self, target: CopyState) -> None:
@@ -44,6 +49,15 @@ class Job:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a handoff ends; `error` is the type of the exception behind it, if there was one."""
+
+    reason: Reason
+    message: str
+    error: str | None = None
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class TransferHandoff:
     """The jobs of one handoff that are not over, in order; the first may be copying.
@@ -51,7 +65,7 @@ class TransferHandoff:
     first         its first job, for the identities in it
     next_index    of the job that must come next
     num_bytes     copied by the jobs that are over
-    failure       reason and message, when its running job drains because the handoff has failed
+    failure       why its running job drains, when that is because the handoff has failed
     touched_ns    when something last happened to it
     said          what the trace was last told of why its next job does not start
     """
@@ -62,7 +76,7 @@ class TransferHandoff:
     jobs: deque[Job] = field(default_factory=deque[Job])
     next_index: int = 0
     num_bytes: int = 0
-    failure: tuple[Reason, str] | None = None
+    failure: Failure | None = None
     said: Said | None = None
 
     @property

@@ -33,6 +33,7 @@ class Fate(Enum):
 
     COPY = "copy"
     LOSE = "lose"  # neither bytes nor an event, until it is cancelled
+    SHORT = "short"  # the last page does not arrive, as the event says
     CORRUPT = "corrupt"  # the bytes arrive with one flipped, as the event says
 
 
@@ -174,7 +175,10 @@ class MemoryTransfer:
             return
         layout, source = self._find(copy.source)
         _, destination = self._find(copy.destination)
-        for from_page, to_page in zip(copy.source_pages, copy.destination_pages, strict=True):
+        pairs = list(zip(copy.source_pages, copy.destination_pages, strict=True))
+        if fate is Fate.SHORT:
+            pairs.pop()
+        for from_page, to_page in pairs:
             destination[layout.page_range(to_page)] = source[layout.page_range(from_page)]
         if fate is Fate.CORRUPT:
             destination[layout.page_range(copy.destination_pages[0]).start] ^= 0xFF
@@ -184,7 +188,7 @@ class MemoryTransfer:
             Copied(
                 handoff_id=copy.handoff_id,
                 index=copy.index,
-                num_bytes=len(copy.source_pages) * layout.page_bytes,
+                num_bytes=len(pairs) * layout.page_bytes,
                 finished_ns=self._clock.monotonic_ns(),
             )
         )

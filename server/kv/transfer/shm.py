@@ -1,11 +1,13 @@
 """Transfer between two pools of one host: both are mapped, a copy is a memory copy.
 
-Owns the order and slicing of copies; knows nothing of marks or of who waits for them.
+Owns the order and slicing of copies and their verification; knows nothing of marks or of who waits
+for them. A copy moves in pieces. Each is compared with its source while it still lies in the
+core's cache, so that a piece that arrived short or altered is never taken for KV (docs/adr/013).
 """
 
 from __future__ import annotations
 
-import ctypes
+import logging
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from server.kv.transfer.base import (
     TransferError,
     TransferEvent,
 )
+from server.kv.transfer.memory_ops import Move, first_difference, is_equal, move_bytes
 from server.kv.transfer.pools import MappedPool, PoolTable, check_layouts, check_pages, check_pair
 from server.kv.transfer.runs import Run, page_runs
 from server.kv.transfer.tombstones import Tombstones
@@ -28,24 +31,35 @@ from server.kv.transfer.wakeup import Wakeup
 from server.wire.messages import PoolRef
 
 STEP_BYTES = 8 * 1024 * 1024  # per call of poll, so that messages are read in between
+PIECE_BYTES = 128 * 1024  # with its source it fits a core's cache, where comparing costs least
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Active:
-    """A copy under way. `runs` are those still to be done, of `remaining` bytes."""
+    """A copy under way. `runs` are those still to be done; `moved` of `num_bytes` are."""
 
     copy: PageCopy
     source: MappedPool
     destination: MappedPool
     runs: Iterator[Run]
     num_bytes: int
-    remaining: int
+    moved: int = 0
 
 
 class ShmTransfer:
-    """Copies one job after the other, in order of submission, a bounded step per `poll`."""
+    """Copies one job after the other, in order of submission, a bounded step per `poll`.
 
-    def __init__(self, *, clock: Clock = SYSTEM_CLOCK) -> None:
+    verify   compare each piece with its source
+    move     what copies a piece
+    """
+
+    def __init__(
+        self, *, verify: bool = True, move: Move = move_bytes, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._verify = verify
+        self._move = move
         self._clock = clock
         self._pools = PoolTable()
         self._active: OrderedDict[str, _Active] = OrderedDict()
@@ -107,61 +121,90 @@ class ShmTransfer:
         check_pages(copy.source_pages, source)
         check_pages(copy.destination_pages, destination)
         page_bytes = source.layout.page_bytes
+        max_bytes = min(PIECE_BYTES, STEP_BYTES) if self._verify else STEP_BYTES
         return _Active(
             copy=copy,
             source=source,
             destination=destination,
             runs=page_runs(
-                copy.source_pages, copy.destination_pages, page_bytes, max_bytes=STEP_BYTES
+                copy.source_pages, copy.destination_pages, page_bytes, max_bytes=max_bytes
             ),
             num_bytes=len(copy.source_pages) * page_bytes,
-            remaining=len(copy.source_pages) * page_bytes,
         )
 
     def _advance(self) -> None:
         budget = STEP_BYTES
         while self._active and budget > 0:
             active = next(iter(self._active.values()))
-            if active.source.replaced or active.destination.replaced:
-                self._end(active, _failed(active.copy, _replaced(active)))
-                continue
-            budget -= _copy_runs(active, budget)
-            if not active.remaining:
-                self._end(
-                    active,
-                    Copied(
-                        handoff_id=active.copy.handoff_id,
-                        index=active.copy.index,
-                        num_bytes=active.num_bytes,
-                        finished_ns=self._clock.monotonic_ns(),
-                    ),
-                )
+            try:
+                budget -= self._copy_runs(active, budget)
+            except TransferError as error:
+                self._end(active, _failed(active.copy, error))
+            except Exception as error:  # it ends this copy; those behind it are served
+                _logger.exception("copy %s failed", active.copy.handoff_id)
+                self._end(active, _failed(active.copy, TransferError.of(error)))
+            else:
+                if active.moved == active.num_bytes:
+                    self._end(
+                        active,
+                        Copied(
+                            handoff_id=active.copy.handoff_id,
+                            index=active.copy.index,
+                            num_bytes=active.moved,
+                            finished_ns=self._clock.monotonic_ns(),
+                        ),
+                    )
 
     def _end(self, active: _Active, event: TransferEvent) -> None:
         del self._active[active.copy.handoff_id]
         self._events.append(event)
 
-
-def _copy_runs(active: _Active, budget: int) -> int:
-    """Copy whole runs until `budget` bytes are used up or none is left; the bytes copied."""
-    # memmove rather than slices of the mappings: it lets go of the interpreter lock, so that the
-    # inbox's thread stamps arrivals in time. The pages were checked against both pools' sizes.
-    memmove = ctypes.memmove
-    destination, source = active.destination.address, active.source.address
-    num_bytes = 0
-    for from_offset, to_offset, run_bytes in active.runs:
-        memmove(destination + to_offset, source + from_offset, run_bytes)
-        num_bytes += run_bytes
-        if num_bytes >= budget:
-            break
-    active.remaining -= num_bytes
-    return num_bytes
+    def _copy_runs(self, active: _Active, budget: int) -> int:
+        """Copy whole runs until `budget` bytes are used up or none is left; the bytes copied."""
+        if active.source.replaced or active.destination.replaced:
+            raise _replaced(active)
+        # The pages were checked against both pools' sizes.
+        move, verify = self._move, self._verify
+        destination, source = active.destination.address, active.source.address
+        num_bytes = 0
+        for run in active.runs:
+            from_offset, to_offset, run_bytes = run
+            from_address, to_address = source + from_offset, destination + to_offset
+            moved = move(to_address, from_address, run_bytes)
+            if moved != run_bytes:
+                raise TransferError(
+                    Reason.TRANSFER_INCOMPLETE,
+                    f"{moved} bytes arrived of a piece of {run_bytes}, after {active.moved} of "
+                    f"{active.num_bytes}",
+                )
+            if verify and not is_equal(to_address, from_address, run_bytes):
+                raise _altered(active, run)
+            num_bytes += run_bytes
+            active.moved += run_bytes
+            if num_bytes >= budget:
+                break
+        return num_bytes
 
 
 def _replaced(active: _Active) -> TransferError:
     gone = active.source if active.source.replaced else active.destination
     return TransferError(
         Reason.POOL_REPLACED, f"{gone.ref.owner} restarted while its pages were copied"
+    )
+
+
+def _altered(active: _Active, run: Run) -> TransferError:
+    from_offset, to_offset, num_bytes = run
+    at = first_difference(
+        active.destination.address + to_offset, active.source.address + from_offset, num_bytes
+    )
+    page_bytes = active.source.layout.page_bytes
+    page, byte = divmod(to_offset + (at or 0), page_bytes)
+    source_page = (from_offset + (at or 0)) // page_bytes
+    return TransferError(
+        Reason.CHECKSUM_MISMATCH,
+        f"page {page} of {active.destination.ref.owner} differs from page {source_page} of "
+        f"{active.source.ref.owner} from byte {byte} on",
     )
 
 
@@ -173,4 +216,5 @@ def _failed(copy: PageCopy, error: TransferError) -> Failed:
         reason=error.reason,
         message=str(error),
         settled=True,
+        error=error.error,
     )

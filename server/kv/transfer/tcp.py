@@ -1,8 +1,8 @@
 """Transfer between hosts over TCP: one object sends from this host's pools and receives for them.
 
 Owns the listening socket, the selector and deadlines; frames, sending and receiving are
-`tcp_frames`, `tcp_sender` and `tcp_receiver`. Unauthenticated: listen on loopback or on a network
-whose hosts trust each other.
+`tcp_frames`, `tcp_sender` and `tcp_receiver`. Both ends prove that they know one secret before any
+frame is believed (`tcp_auth`); bytes on the way are not encrypted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from server.kv.transfer.base import (
 )
 from server.kv.transfer.pools import PoolTable, check_pages, check_pair
 from server.kv.transfer.tcp_frames import FrameError, parse_address
-from server.kv.transfer.tcp_receiver import Receiver
+from server.kv.transfer.tcp_receiver import Receiver, Stranger
 from server.kv.transfer.tcp_sender import Sender, outgoing
 from server.kv.transfer.tombstones import Tombstones
 from server.kv.transfer.wakeup import Wakeup
@@ -35,6 +35,9 @@ from server.wire.messages import PoolRef
 CONNECT_TIMEOUT_S = 5.0
 COPY_TIMEOUT_S = 30.0
 MAX_RECEIVERS = 256
+MAX_STRANGERS = 32
+"""Connections whose peer has proven nothing yet; the oldest makes room for one more."""
+GREETING_TIMEOUT_S = 5.0
 NS_PER_S = 1_000_000_000
 
 _Endpoint: TypeAlias = Sender | Receiver
@@ -46,9 +49,10 @@ class TcpTransfer:
     """Sends copies to other hosts' transfer processes and receives theirs.
 
     listen             host:port to receive at; port 0 lets the system choose
+    secret             what peers must know, 32 bytes (`server.kv.transfer.secret`)
     copy_timeout_s     from `submit` to the receiver's confirmation; also how long a peer may take
                        to send one copy
-    connect_timeout_s  from `submit`, for the first copy of a connection
+    connect_timeout_s  from `submit`, for the first copy of a connection, greeting included
 
     Raises StartError when it cannot listen.
     """
@@ -57,6 +61,7 @@ class TcpTransfer:
         self,
         listen: str,
         *,
+        secret: bytes,
         copy_timeout_s: float = COPY_TIMEOUT_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         clock: Clock = SYSTEM_CLOCK,
@@ -64,13 +69,16 @@ class TcpTransfer:
         self._listener = _listen(listen)
         host, port = self._listener.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._secret = secret
+        self.num_refused = 0
+        """Connections closed because their peer did not prove that it knows the secret."""
         self._monotonic_ns = clock.monotonic_ns
         self._copy_timeout_ns = round(copy_timeout_s * NS_PER_S)
         self._connect_timeout_ns = round(connect_timeout_s * NS_PER_S)
         self._pools = PoolTable()
         self._cancelled = Tombstones()
         self._senders: dict[str, Sender] = {}
-        self._receivers: set[Receiver] = set()
+        self._receivers: dict[Receiver, None] = {}  # in order of arrival
         self._unfinished: set[str] = set()
         self._events: deque[TransferEvent] = deque()
         self._wakeup = Wakeup()
@@ -111,9 +119,9 @@ class TcpTransfer:
             elif key.fileobj is self._wakeup:
                 self._wakeup.clear()
             elif isinstance(key.data, Sender):
-                self._advance_sender(key.data)
+                self._turn_of_sender(key.data)
             else:
-                self._advance_receiver(key.data)
+                self._turn_of_receiver(key.data)
         self._expire()
         events = list(self._events)
         self._events.clear()
@@ -165,7 +173,7 @@ class TcpTransfer:
         )
         sender = self._senders.get(copy.address)
         if sender is None:
-            sender = Sender(copy.address, monotonic_ns=self._monotonic_ns)
+            sender = Sender(copy.address, secret=self._secret, monotonic_ns=self._monotonic_ns)
             self._senders[copy.address] = sender
         self._unfinished.add(copy.handoff_id)
         sender.submit(item)
@@ -178,6 +186,13 @@ class TcpTransfer:
             self._drop_sender(sender, error)
         else:
             self._select_for(sender)
+
+    def _turn_of_sender(self, sender: Sender) -> None:
+        try:
+            self._advance_sender(sender)
+        except Exception as error:  # it ends the copy on this connection, and no other
+            _logger.exception("copy to %s failed", sender.address)
+            self._drop_sender(sender, TransferError.of(error))
 
     def _advance_sender(self, sender: Sender) -> None:
         try:
@@ -206,6 +221,9 @@ class TcpTransfer:
             connection, peer = self._listener.accept()
         except OSError:
             return  # it is gone again, or descriptors are scarce: the peer will see a timeout
+        strangers = [receiver for receiver in self._receivers if not receiver.authenticated]
+        if len(strangers) >= MAX_STRANGERS:
+            self._refuse(strangers[0], "too many have not said who they are")
         if len(self._receivers) >= MAX_RECEIVERS:
             _logger.warning("connection from %s refused: %d are open", peer, MAX_RECEIVERS)
             connection.close()
@@ -215,17 +233,31 @@ class TcpTransfer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         receiver = Receiver(
             connection,
+            secret=self._secret,
             pools=self._pools,
             cancelled=self._cancelled,
             monotonic_ns=self._monotonic_ns,
         )
-        self._receivers.add(receiver)
+        self._receivers[receiver] = None
         self._select_for(receiver)
+
+    def _turn_of_receiver(self, receiver: Receiver) -> None:
+        try:
+            self._advance_receiver(receiver)
+        except Exception:  # its sender sees the connection break
+            _logger.exception("incoming copy failed")
+            self._drop_receiver(receiver)
 
     def _advance_receiver(self, receiver: Receiver) -> None:
         try:
             alive = receiver.advance()
+        except Stranger as error:
+            self._refuse(receiver, str(error))
+            return
         except (FrameError, OSError) as error:
+            if not receiver.authenticated:
+                self._refuse(receiver, str(error))
+                return
             _logger.warning("incoming copy given up: %s", error)
             alive = False
         if alive:
@@ -236,7 +268,14 @@ class TcpTransfer:
     def _drop_receiver(self, receiver: Receiver) -> None:
         self._unregister(receiver.connection)
         receiver.connection.close()
-        self._receivers.discard(receiver)
+        self._receivers.pop(receiver, None)
+
+    def _refuse(self, receiver: Receiver, why: str) -> None:
+        """Close the connection of a stranger. One line of log for many: anybody may connect."""
+        self.num_refused += 1
+        if self.num_refused.bit_count() == 1:
+            _logger.warning("connection refused (%d so far): %s", self.num_refused, why)
+        self._drop_receiver(receiver)
 
     # -- waiting ------------------------------------------------------------------------------
 
@@ -263,10 +302,7 @@ class TcpTransfer:
         if self._events:
             return 0.0
         deadlines = [sender.next_deadline_ns for sender in self._senders.values()]
-        deadlines += [
-            None if receiver.started_ns is None else receiver.started_ns + self._copy_timeout_ns
-            for receiver in self._receivers
-        ]
+        deadlines += [self._give_up_ns(receiver) for receiver in self._receivers]
         first_ns = min((at_ns for at_ns in deadlines if at_ns is not None), default=None)
         if first_ns is None:
             return max(0.0, timeout_s)
@@ -279,12 +315,22 @@ class TcpTransfer:
             if error is not None:
                 self._drop_sender(sender, error)
         for receiver in list(self._receivers):
-            if (
-                receiver.started_ns is not None
-                and now_ns - receiver.started_ns >= self._copy_timeout_ns
-            ):
+            give_up_ns = self._give_up_ns(receiver)
+            if give_up_ns is None or now_ns < give_up_ns:
+                continue
+            if receiver.authenticated:
                 _logger.warning("incoming copy given up: it took too long")
                 self._drop_receiver(receiver)
+            else:
+                self._refuse(receiver, "the peer does not say who it is")
+
+    def _give_up_ns(self, receiver: Receiver) -> int | None:
+        if receiver.started_ns is None:
+            return None
+        limit_ns = self._copy_timeout_ns
+        if not receiver.authenticated:
+            limit_ns = min(limit_ns, round(GREETING_TIMEOUT_S * NS_PER_S))
+        return receiver.started_ns + limit_ns
 
 
 def _listen(address: str) -> socket.socket:

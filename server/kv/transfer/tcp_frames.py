@@ -2,7 +2,8 @@
 
 Owns the frames and their limits; knows nothing of sockets or pools.
 
-    sender ▶ receiver    PREFACE once, then per copy: length, CopyHeader, pages
+    both                 the greeting (`tcp_auth`), once
+    sender ▶ receiver    per copy: length, CopyHeader, pages
     receiver ▶ sender    per copy, in order: length, CopyReply
 
 Lengths have four bytes, big endian. Pages travel as they lie in the pool, `num_bytes` in all,
@@ -11,6 +12,7 @@ receiver maps nothing on a peer's word.
 
 VERSION history
   1  first version
+  2  the greeting, by which both sides prove that they know the secret
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import msgspec
 from server.kv.layout import KvLayout
 from server.wire.messages import PoolRef
 
-VERSION = 1
+VERSION = 2
 PREFACE = b"PDKV" + bytes([VERSION])
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 1024 * 1024

@@ -2,7 +2,9 @@
 
 Owns one incoming connection's state machine; knows nothing of who listens or selects.
 
-    PREFACE ▶ LENGTH ▶ HEADER ▶ PAGES ▶ (reply) ▶ LENGTH …
+    CLAIM ▶ LENGTH ▶ HEADER ▶ PAGES ▶ (reply) ▶ LENGTH …
+
+Until its claim is proven a peer costs a few hundred bytes of memory and is believed nothing.
 
 A copy that may not be written (unknown pool, wrong pages, cancelled handoff) is still read to its
 end, into nothing, and refused in its reply: the connection stays usable.
@@ -18,9 +20,9 @@ from enum import Enum
 from server.kv.transfer.base import Reason, TransferError
 from server.kv.transfer.pools import MappedPool, PoolTable, check_layouts, check_pages
 from server.kv.transfer.runs import page_runs
+from server.kv.transfer.tcp_auth import CLAIM_BYTES, ReceiverGreeting
 from server.kv.transfer.tcp_frames import (
     LENGTH_BYTES,
-    PREFACE,
     CopyHeader,
     CopyReply,
     FrameError,
@@ -35,15 +37,20 @@ STEP_BYTES = 4 * 1024 * 1024  # per call of read, so that other connections get 
 
 
 class _Await(Enum):
-    PREFACE = "preface"
+    CLAIM = "claim"
     LENGTH = "length"
     HEADER = "header"
     PAGES = "pages"
 
 
+class Stranger(FrameError):  # noqa: N818 -- who was refused
+    """The peer does not know the secret; the connection is closed."""
+
+
 class Receiver:
     """One incoming connection.
 
+    authenticated   whether the peer has proven that it knows the secret
     started_ns   when the frame that is being read began; None between frames, where a peer may
                  be silent as long as it likes
     """
@@ -52,6 +59,7 @@ class Receiver:
         self,
         connection: socket.socket,
         *,
+        secret: bytes,
         pools: PoolTable,
         cancelled: Tombstones,
         monotonic_ns: Callable[[], int],
@@ -61,11 +69,13 @@ class Receiver:
         self._pools = pools
         self._cancelled = cancelled
         self._monotonic_ns = monotonic_ns
-        self._await = _Await.PREFACE
-        self._head = bytearray(len(PREFACE))
+        self.authenticated = False
+        self._greeting = ReceiverGreeting(secret)
+        self._await = _Await.CLAIM
+        self._head = bytearray(CLAIM_BYTES)
         self._filled = 0
-        self._scratch = memoryview(bytearray(RECEIVE_BYTES))
-        self._replies = bytearray()
+        self._scratch = memoryview(b"")
+        self._replies = bytearray(self._greeting.hello)
         # the copy that is being read
         self._header: CopyHeader | None = None
         self._mapped: MappedPool | None = None
@@ -87,8 +97,8 @@ class Receiver:
 
     def advance(self) -> bool:
         """Read, write and reply as far as the socket allows, at most about STEP_BYTES. False when
-        the peer has closed. Raises FrameError for a peer that speaks something else and OSError
-        for a broken connection; the caller closes in all three cases."""
+        the peer has closed. Raises FrameError for a peer that speaks something else or is a
+        stranger, and OSError for a broken connection; the caller closes in all these cases."""
         budget = STEP_BYTES
         while budget > 0:
             if self._replies and not self._send_replies():
@@ -116,9 +126,8 @@ class Receiver:
 
     def _finish_head(self) -> None:
         match self._await:
-            case _Await.PREFACE:
-                if bytes(self._head) != PREFACE:
-                    raise FrameError(f"preface is {bytes(self._head)!r}, expected {PREFACE!r}")
+            case _Await.CLAIM:
+                self._greet(bytes(self._head))
                 self._expect(_Await.LENGTH, LENGTH_BYTES)
                 self.started_ns = None
             case _Await.LENGTH:
@@ -127,6 +136,16 @@ class Receiver:
                 self._begin(decode_header(self._head))
             case _Await.PAGES:
                 raise AssertionError("pages are not read into the head")
+
+    def _greet(self, claim: bytes) -> None:
+        known, verdict = self._greeting.answer(claim)
+        if not known:
+            # At once: nothing else is on its way to the peer, and it will not be heard again.
+            self.connection.send(verdict)
+            raise Stranger("the peer does not know the transfer secret of this server")
+        self._replies += verdict
+        self._scratch = memoryview(bytearray(RECEIVE_BYTES))
+        self.authenticated = True
 
     def _expect(self, what: _Await, num_bytes: int) -> None:
         self._await = what

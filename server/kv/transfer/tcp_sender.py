@@ -2,6 +2,7 @@
 
 Owns the copies to one destination host and the connection they share; knows nothing of pools'
 registration or of other hosts. One copy is on the wire at a time; the next waits for its reply.
+Nothing of a copy is sent before both ends have proven themselves to each other (`tcp_auth`).
 
 A copy that must stop in the middle (cancelled, or its pool was replaced) goes on as zeros: the
 source is read no more, and the connection's framing holds. Its checksum cannot match.
@@ -20,9 +21,9 @@ from dataclasses import dataclass
 from server.kv.transfer.base import Copied, Failed, PageCopy, Reason, TransferError, TransferEvent
 from server.kv.transfer.pools import MappedPool
 from server.kv.transfer.runs import Run, page_runs
+from server.kv.transfer.tcp_auth import SenderGreeting
 from server.kv.transfer.tcp_frames import (
     LENGTH_BYTES,
-    PREFACE,
     CopyHeader,
     CopyReply,
     FrameError,
@@ -98,15 +99,17 @@ class Sender:
     events       ends of copies that nobody has taken yet
     """
 
-    def __init__(self, address: str, *, monotonic_ns: Callable[[], int]) -> None:
+    def __init__(self, address: str, *, secret: bytes, monotonic_ns: Callable[[], int]) -> None:
         self.address = address
+        self._secret = secret
         self.connection: socket.socket | None = None
         self.connections = 0
         self.events: list[TransferEvent] = []
         self._connecting = False
+        self._greeting = SenderGreeting(secret)
+        self._claim = b""  # what of it is not sent yet
         self._queue: deque[Outgoing] = deque()
         self._reply = bytearray()
-        self._preface = memoryview(b"")
         self._monotonic_ns = monotonic_ns
 
     @property
@@ -117,7 +120,9 @@ class Sender:
     @property
     def wants_write(self) -> bool:
         """Whether the selector shall say when the socket takes bytes."""
-        return self._connecting or bool(self._queue and not self._is_sent(self._queue[0]))
+        if not self._greeting.done:
+            return self._connecting or bool(self._claim)
+        return bool(self._queue and not self._is_sent(self._queue[0]))
 
     def submit(self, item: Outgoing) -> None:
         self._queue.append(item)
@@ -159,7 +164,8 @@ class Sender:
         self.connections += 1
         self._connecting = True
         self._reply.clear()
-        self._preface = memoryview(PREFACE)
+        self._greeting = SenderGreeting(self._secret)
+        self._claim = b""
 
     def advance(self) -> None:
         """Receive and send as far as the socket allows. Raises TransferError when the connection
@@ -178,7 +184,9 @@ class Sender:
         try:
             # Read first: an idle connection that the peer has closed is found before it is used.
             self._receive(connection)
-            if self._queue and not self._is_sent(self._queue[0]):
+            if not self._greeting.done:
+                self._send_claim(connection)
+            elif self._queue and not self._is_sent(self._queue[0]):
                 self._send(connection, self._queue[0])
         except OSError as error:
             raise TransferError(
@@ -186,13 +194,15 @@ class Sender:
             ) from error
         except FrameError as error:
             raise TransferError(Reason.PROTOCOL_ERROR, f"{self.address}: {error}") from error
+        except TransferError as error:
+            raise TransferError(error.reason, f"{self.address}: {error}") from error
 
     def expire(self, now_ns: int) -> TransferError | None:
         """Why the copy on the wire has taken too long, or None. Follow with `drop`."""
         if not self._queue:
             return None
         first = self._queue[0]
-        if self._connecting and now_ns >= first.connect_by_ns:
+        if self._is_opening and now_ns >= first.connect_by_ns:
             return TransferError(Reason.PEER_UNREACHABLE, f"{self.address} does not answer")
         if now_ns >= first.deadline_ns:
             return TransferError(
@@ -209,17 +219,24 @@ class Sender:
             return None
         first = self._queue[0]
         return (
-            min(first.deadline_ns, first.connect_by_ns) if self._connecting else (first.deadline_ns)
+            min(first.deadline_ns, first.connect_by_ns) if self._is_opening else first.deadline_ns
         )
+
+    @property
+    def _is_opening(self) -> bool:
+        """Whether there is a connection that cannot be used yet."""
+        return self.connection is not None and not self._greeting.done
 
     def drop(self, error: TransferError) -> None:
         """Close the connection and fail the copy it was busy with; the others will use another.
 
         A peer may close an idle connection just when a copy is about to use it: a copy of which
-        nothing was sent stays for the next connection.
+        nothing was sent stays for the next connection. A peer that hangs up on a greeting does so
+        again.
         """
+        was_idle = self._greeting.done and error.reason is Reason.PEER_LOST
         self.disconnect()
-        if not self._queue or (error.reason is Reason.PEER_LOST and not self._queue[0].started):
+        if not self._queue or (was_idle and not self._queue[0].started):
             return
         item = self._queue.popleft()
         if not item.cancelled:
@@ -239,11 +256,16 @@ class Sender:
     def _is_sent(item: Outgoing) -> bool:
         return not item.head and item.sent == item.num_bytes
 
+    def _send_claim(self, connection: socket.socket) -> None:
+        try:
+            while self._claim:
+                self._claim = self._claim[connection.send(self._claim) :]
+        except BlockingIOError:
+            pass  # the selector says when there is room again
+
     def _send(self, connection: socket.socket, item: Outgoing) -> None:
         budget = STEP_BYTES
         try:
-            while self._preface:
-                self._preface = self._preface[connection.send(self._preface) :]
             while item.head:
                 item.started = True
                 item.head = item.head[connection.send(item.head) :]
@@ -275,6 +297,9 @@ class Sender:
             return
         if not data:
             raise TransferError(Reason.PEER_LOST, f"{self.address} closed the connection")
+        if not self._greeting.done:
+            self._claim += self._greeting.feed(data)
+            return
         self._reply += data
         while len(self._reply) >= LENGTH_BYTES:
             end = LENGTH_BYTES + decode_length(self._reply[:LENGTH_BYTES])
@@ -325,4 +350,5 @@ def _failed(item: Outgoing, error: TransferError, *, settled: bool) -> Failed:
         reason=error.reason,
         message=str(error),
         settled=settled,
+        error=error.error,
     )

@@ -39,14 +39,16 @@ from server.kv.transfer.base import (
     Reason,
     TransferError,
 )
-from server.kv.transfer.jobs import Job, JobTable, TransferHandoff
+from server.kv.transfer.jobs import Failure, Job, JobTable, TransferHandoff
 from server.kv.transfer.policy import COPIES_PER_ROUTE, CopyPlan, JobView, plan_copies
+from server.kv.transfer.secret import shared_secret
 from server.kv.transfer.shm import ShmTransfer
 from server.kv.transfer.tcp import TcpTransfer
 from server.readiness import announce_ready
 from server.recording import open_recorder, process_clock, record_round_trip
 from server.round_trips import RoundTrips
 from server.said import Said, is_due
+from server.wire.curve import load_keys
 from server.wire.messages import (
     AnyMessage,
     CancelCopies,
@@ -125,6 +127,7 @@ class TransferWorker:
         self._askers: dict[str, list[Peer]] = {}  # who waits for the drain of a handoff
         self._swept_ns = clock.monotonic_ns()
         deadlines = config.settings.deadlines
+        self._copy_ns = round(deadlines.copy_s * NS_PER_S)
         self._abandon_ns = round((deadlines.prefill_compute_s + deadlines.transfer_s) * NS_PER_S)
 
     def step(self, max_wait_s: float = IDLE_WAIT_S) -> None:
@@ -145,6 +148,7 @@ class TransferWorker:
                     self._failed(event)
                 case Drained():
                     self._drained(event)
+        self._time_out()
         self._sweep()
         self._publish()
 
@@ -200,8 +204,10 @@ class TransferWorker:
             first = message.index - missing
             self._give_up(
                 handoff,
-                Reason.JOBS_MISSING,
-                f"copy job {message.index} came, job {first} was expected",
+                Failure(
+                    Reason.JOBS_MISSING,
+                    f"copy job {message.index} came, job {first} was expected",
+                ),
             )
 
     def _hold(self, message: CopyJob, arrived_ns: int) -> int:
@@ -260,27 +266,37 @@ class TransferWorker:
     def _start(self, view: JobView) -> None:
         handoff = self.jobs.get(view.handoff_id)
         assert handoff is not None
-        message = self.jobs.start(view).message
+        job = self.jobs.start(view)
+        message = job.message
         handoff.said = None
         handoff.touched_ns = self._now_ns()
+        job.started_ns = handoff.touched_ns
         handoff.trace.mark(Mark.COPY_STARTED, message.index, at_ns=handoff.touched_ns)
-        self._transfer.submit(
-            PageCopy(
-                handoff_id=handoff.handoff_id,
-                index=message.index,
-                source=message.source,
-                source_pages=message.source_pages,
-                destination=message.destination,
-                destination_pages=message.destination_pages,
-                address=message.transfer_address,
-            )
+        copy = PageCopy(
+            handoff_id=handoff.handoff_id,
+            index=message.index,
+            source=message.source,
+            source_pages=message.source_pages,
+            destination=message.destination,
+            destination_pages=message.destination_pages,
+            address=message.transfer_address,
         )
+        try:
+            self._transfer.submit(copy)
+        except Exception as error:  # a defect: this handoff ends, others are served
+            _logger.exception("copy job %d of %s did not start", copy.index, copy.handoff_id)
+            self._give_up(handoff, _defect(error))
 
     # -- end ----------------------------------------------------------------------------------
 
     def _copied(self, event: Copied) -> None:
         handoff = self._running(event)
         if handoff is None:
+            return
+        expected = self._num_bytes(handoff)
+        if expected is not None and event.num_bytes != expected:
+            what = f"{event.num_bytes} of {expected} bytes of copy job {event.index} arrived"
+            self._fail(handoff, event.index, Failure(Reason.TRANSFER_INCOMPLETE, what))
             return
         message = self.jobs.finish(handoff, event.num_bytes).message
         handoff.touched_ns = event.finished_ns
@@ -310,11 +326,19 @@ class TransferWorker:
         self._send(message.decode, done)
         self._send(message.prefill, done)
 
+    def _num_bytes(self, handoff: TransferHandoff) -> int | None:
+        """What the running job of `handoff` copies; None when its pool is not known here."""
+        assert handoff.running is not None
+        message = handoff.running.message
+        page_bytes = self._page_bytes.get(message.source.owner)
+        return None if page_bytes is None else page_bytes * len(message.source_pages)
+
     def _failed(self, event: Failed) -> None:
         handoff = self._running(event)
         if handoff is None:
             return
-        self._fail(handoff, event.index, event.reason, event.message, settled=event.settled)
+        failure = Failure(event.reason, event.message, event.error)
+        self._fail(handoff, event.index, failure, settled=event.settled)
 
     def _running(self, event: Copied | Failed) -> TransferHandoff | None:
         """The handoff whose running job `event` ends; None when it drains or is over."""
@@ -325,22 +349,18 @@ class TransferWorker:
         return handoff if is_current and handoff.running.state is CopyState.COPYING else None
 
     def _fail(
-        self,
-        handoff: TransferHandoff,
-        index: int,
-        reason: Reason,
-        message: str,
-        *,
-        settled: bool = True,
+        self, handoff: TransferHandoff, index: int, failure: Failure, *, settled: bool = True
     ) -> None:
         """End `handoff`. Decode is told only when its pages are certain not to be written any
         more; else it learns of it from prefill, and drains at its own host."""
+        reason = failure.reason
         running = handoff.running
         self.jobs.give_up(handoff, CopyState.FAILED)
         if running is not None:
             running.advance(CopyState.FAILED)
         outcome = Outcome.TIMED_OUT if reason is Reason.TRANSFER_TIMEOUT else Outcome.FAILED
-        handoff.trace.abort(outcome, reason, by=self.config.instance)
+        # A span's `error.type` is the type of an exception, where there was one.
+        handoff.trace.abort(outcome, failure.error or reason, by=self.config.instance)
         handoff.trace.end()
         self.jobs.close(handoff.handoff_id)
         level = logging.INFO if reason is Reason.CANCELLED else logging.WARNING
@@ -352,28 +372,45 @@ class TransferWorker:
             handoff.handoff_id,
             outcome,
             reason,
-            message,
+            failure.message,
         )
         failed = CopyFailed(
             handoff_id=handoff.handoff_id,
             index=index,
             reason=reason,
-            message=message,
+            message=failure.message,
             settled=settled,
         )
         self._send(handoff.first.prefill, failed)
         if settled:
             self._send(handoff.first.decode, failed)
 
-    def _give_up(self, handoff: TransferHandoff, reason: Reason, message: str) -> None:
+    def _time_out(self) -> None:
+        """Give up copies that never end."""
+        now_ns = self._now_ns()
+        for handoff in self.jobs:
+            job = handoff.running
+            if job is None or job.state is not CopyState.COPYING:
+                continue
+            if now_ns - job.started_ns >= self._copy_ns:
+                limit_s = self.config.settings.deadlines.copy_s
+                self._give_up(
+                    handoff,
+                    Failure(
+                        Reason.TRANSFER_TIMEOUT,
+                        f"copy job {job.message.index} did not end in {limit_s:g} s",
+                    ),
+                )
+
+    def _give_up(self, handoff: TransferHandoff, failure: Failure) -> None:
         """Fail `handoff`, if need be once the transfer has let go of its running job."""
         running = handoff.running
         if running is None:
-            self._fail(handoff, max(0, handoff.next_index - 1), reason, message)
+            self._fail(handoff, max(0, handoff.next_index - 1), failure)
         elif running.state is CopyState.COPYING:
             self.jobs.give_up(handoff, CopyState.FAILED)
             running.advance(CopyState.DRAINING)
-            handoff.failure = (reason, message)
+            handoff.failure = failure
             self._transfer.cancel(handoff.handoff_id)
 
     def _drained(self, event: Drained) -> None:
@@ -391,10 +428,9 @@ class TransferWorker:
             running.advance(CopyState.CANCELLED)
             handoff.jobs.clear()
         if handoff.failure is not None and running is not None:
-            reason, message = handoff.failure
             # Between hosts this drain speaks for the source alone.
             settled = handoff.first.transfer_address is None
-            self._fail(handoff, running.message.index, reason, message, settled=settled)
+            self._fail(handoff, running.message.index, handoff.failure, settled=settled)
         else:
             by = askers[0].instance if askers else None
             handoff.trace.abort(Outcome.CANCELLED, Reason.CANCELLED, by=by)
@@ -417,10 +453,10 @@ class TransferWorker:
             handoff.trace.end()
             self.jobs.close(handoff.handoff_id)
 
-    def fail_all(self, reason: Reason, message: str) -> None:
+    def fail_all(self, failure: Failure) -> None:
         """Give up every handoff: a turn of the loop failed, or the process stops."""
         for handoff in self.jobs:
-            self._give_up(handoff, reason, message)
+            self._give_up(handoff, failure)
 
     # -- publish ------------------------------------------------------------------------------
 
@@ -451,11 +487,12 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
         transfer = faulty_transfer(_make_transfer(config, clock, injector), injector)
         stack.callback(transfer.close)
         stack.enter_context(stop_on_signals(stop, transfer.wake))
-        inbox = Inbox(config.endpoint, on_arrival=transfer.wake, clock=clock)
+        keys = load_keys(config.settings.curve_keys)
+        inbox = Inbox(config.endpoint, on_arrival=transfer.wake, clock=clock, keys=keys)
         stack.callback(inbox.close)
         recorder = open_recorder(config, Role.TRANSFER, clock, recorder_class(injector))
         stack.callback(recorder.close)
-        outbox = Outbox()
+        outbox = Outbox(keys=keys)
         stack.callback(outbox.close)
         progress = Progress(clock)
         round_trips = RoundTrips(config.incarnation)
@@ -475,7 +512,7 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
             progress,
             round_trips=round_trips,
             clock=clock,
-            make_outbox=heartbeat_outbox(injector),
+            make_outbox=heartbeat_outbox(injector, keys),
         )
         heartbeat.start()
         stack.callback(heartbeat.stop)
@@ -488,7 +525,7 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
         end_s = time.monotonic() + GRACE_S
         while not worker.jobs.is_idle and time.monotonic() < end_s:
             take_step(worker, 0.02)
-        worker.fail_all(Reason.SHUTTING_DOWN, f"{config.instance} is shutting down")
+        worker.fail_all(Failure(Reason.SHUTTING_DOWN, f"{config.instance} is shutting down"))
         take_step(worker, 0.0)  # answers what drained at once
     _logger.info("%s stopped", config.instance)
 
@@ -497,19 +534,25 @@ def take_step(worker: TransferWorker, max_wait_s: float) -> None:
     """One turn of the loop. A turn that raises fails the handoffs at hand, not the process."""
     try:
         worker.step(max_wait_s)
-    except Exception:  # a process boundary: the handoffs at hand fail, later ones are served
+    except Exception as error:  # a process boundary: the handoffs at hand fail, later ones do not
         _logger.exception("%s: a turn of the loop failed", worker.config.instance)
-        worker.fail_all(Reason.INTERNAL, "a turn of the transfer loop failed")
+        worker.fail_all(_defect(error))
+
+
+def _defect(error: Exception) -> Failure:
+    failed = TransferError.of(error)
+    return Failure(failed.reason, str(failed), failed.error)
 
 
 def _make_transfer(config: ProcessConfig, clock: Clock, injector: Injector | None) -> KvTransfer:
     if config.settings.transfer == "shm":
-        return ShmTransfer(clock=clock)
+        return ShmTransfer(verify=config.settings.verify_copies, clock=clock)
     if config.transfer_address is None:
         raise StartError(f"{config.instance} has no transfer_address, TCP transfer needs one")
-    timeout_s = config.settings.deadlines.transfer_s
+    address, secret = config.transfer_address, shared_secret(config.settings.run_path)
+    timeout_s = config.settings.deadlines.copy_s
     if injector is not None:
         return FaultyTcpTransfer(
-            config.transfer_address, copy_timeout_s=timeout_s, clock=clock, injector=injector
+            address, secret=secret, copy_timeout_s=timeout_s, clock=clock, injector=injector
         )
-    return TcpTransfer(config.transfer_address, copy_timeout_s=timeout_s, clock=clock)
+    return TcpTransfer(address, secret=secret, copy_timeout_s=timeout_s, clock=clock)

@@ -18,10 +18,16 @@ from server.kv.layout import KvLayout
 from server.kv.transfer import tcp
 from server.kv.transfer.base import Copied, Drained, Failed, Reason, TransferEvent
 from server.kv.transfer.tcp import TcpTransfer
+from server.kv.transfer.tcp_auth import (
+    CLAIM_BYTES,
+    HELLO_BYTES,
+    VERDICT_BYTES,
+    ReceiverGreeting,
+    SenderGreeting,
+)
 from server.kv.transfer.tcp_frames import (
     LENGTH_BYTES,
     MAX_FRAME_BYTES,
-    PREFACE,
     CopyHeader,
     CopyReply,
     FrameError,
@@ -32,7 +38,7 @@ from server.kv.transfer.tcp_frames import (
     parse_address,
 )
 from server.wire.messages import PoolRef
-from tests.support.kv_transfers import LAYOUT, NUM_PAGES, Ends, TcpHarness
+from tests.support.kv_transfers import LAYOUT, NUM_PAGES, SECRET, Ends, TcpHarness
 
 BIG = KvLayout(num_layers=4, num_kv_heads=8, head_dim=64, page_size=16, dtype="float32")
 BIG_PAGES = 96  # 24 MiB: more than loopback's buffers hold
@@ -56,13 +62,16 @@ def big(tmp_path: Path) -> Iterator[TcpHarness]:
 
 
 def big_pools(big: TcpHarness) -> tuple[PoolRef, PoolRef]:
-    return big.add_pool("source", layout=BIG), big.add_pool("destination", layout=BIG)
+    """Pools, and a connection between their hosts that has served a copy of the first pages."""
+    source, destination = (big.add_pool(end, layout=BIG) for end in ("source", "destination"))
+    ends = Ends(big)
+    ends.copy(source, [0], destination, [0], handoff_id="h-0")
+    assert isinstance(ends.next_event(), Copied)
+    return source, destination
 
 
 def send_until_full(big: TcpHarness) -> None:
-    """Let the source send until the connection takes no more; the other end only accepts."""
-    big.source.poll(0.05)
-    big.destination.poll(0.05)
+    """Let the source send until the connection takes no more; the other end does not read."""
     for _ in range(50):
         assert big.source.poll(0.0) == []
 
@@ -173,7 +182,7 @@ class TcpTransferOf:
 
     def __init__(self, harness: TcpHarness) -> None:
         self._harness = harness
-        self.transfer = TcpTransfer("127.0.0.1:0")
+        self.transfer = TcpTransfer("127.0.0.1:0", secret=SECRET)
 
     def __enter__(self) -> TcpTransfer:
         return self.transfer
@@ -189,7 +198,7 @@ def test_a_transfer_that_restarts_at_its_address_is_found_again(harness: TcpHarn
     assert isinstance(ends.next_event(), Copied)
     harness.destination.close()
     assert harness.address is not None
-    harness.destination = TcpTransfer(harness.address)
+    harness.destination = TcpTransfer(harness.address, secret=SECRET)
     harness.destination.register(destination, harness.descriptor(destination))
     ends.copy(source, [1], destination, [1], handoff_id="h-2")
     assert isinstance(ends.next_event(), Copied)
@@ -226,7 +235,7 @@ def test_addresses_that_lead_nowhere_fail_the_copy(
 
 
 def test_a_host_that_does_not_answer_stops_nobody_else(tmp_path: Path) -> None:
-    harness = TcpHarness(tmp_path, copy_timeout_s=0.4, num_pages=BIG_PAGES)
+    harness = TcpHarness(tmp_path, copy_timeout_s=1.5, num_pages=BIG_PAGES)
     source, destination = big_pools(harness)
     ends = Ends(harness)
     real = harness.address
@@ -234,16 +243,31 @@ def test_a_host_that_does_not_answer_stops_nobody_else(tmp_path: Path) -> None:
         harness.address = f"127.0.0.1:{silent.getsockname()[1]}"
         start = time.monotonic()
         ends.copy(source, ALL, destination, ALL, handoff_id="stuck")
+        harness.source.poll(0.1)
+        peer, _ = silent.accept()
+        assert greet_sender(harness, peer)
         harness.address = real
         for number in range(3):
             ends.copy(source, [number], destination, [number], handoff_id=f"h-{number}")
         events = ends.until(4)
-        assert time.monotonic() - start < 5.0
+        assert time.monotonic() - start < LIMIT_S
+        peer.close()
     assert [event.handoff_id for event in events] == ["h-0", "h-1", "h-2", "stuck"]
     event = failure_of(events[3])
     assert (event.reason, event.settled) == (Reason.TRANSFER_TIMEOUT, False)
     assert "bytes went to 127.0.0.1" in event.message
     harness.close()
+
+
+def greet_sender(harness: TcpHarness, peer: socket.socket, secret: bytes = SECRET) -> bool:
+    """Say hello as a receiver does; whether the sender's claim holds."""
+    greeting = ReceiverGreeting(secret)
+    peer.sendall(greeting.hello)
+    for _ in range(5):
+        harness.source.poll(0.02)
+    known, verdict = greeting.answer(peer.recv(CLAIM_BYTES, socket.MSG_WAITALL))
+    peer.sendall(verdict)
+    return known
 
 
 def serve_once(harness: TcpHarness, answer: Callable[[CopyHeader, bytes], bytes]) -> TransferEvent:
@@ -257,9 +281,9 @@ def serve_once(harness: TcpHarness, answer: Callable[[CopyHeader, bytes], bytes]
         peer, _ = listener.accept()
         with peer:
             peer.settimeout(LIMIT_S)
+            greet_sender(harness, peer)
             for _ in range(5):
                 harness.source.poll(0.02)
-            assert peer.recv(len(PREFACE), socket.MSG_WAITALL) == PREFACE
             length = decode_length(peer.recv(LENGTH_BYTES, socket.MSG_WAITALL))
             header = decode_header(peer.recv(length, socket.MSG_WAITALL))
             pages = peer.recv(header.num_bytes, socket.MSG_WAITALL)
@@ -328,6 +352,14 @@ class Client:
         self.socket = socket.create_connection(parse_address(harness.address))
         self.socket.setblocking(False)
 
+    def greet(self, secret: bytes = SECRET) -> Client:
+        """Prove to know the secret."""
+        greeting = SenderGreeting(secret)
+        self.send(greeting.feed(self.receive(HELLO_BYTES)))
+        greeting.feed(self.receive(VERDICT_BYTES))
+        assert greeting.done
+        return self
+
     def send(self, data: bytes) -> None:
         while data:
             try:
@@ -363,7 +395,7 @@ class Client:
 
 @pytest.fixture
 def client(harness: TcpHarness) -> Iterator[Client]:
-    client = Client(harness)
+    client = Client(harness).greet()
     yield client
     client.socket.close()
 
@@ -379,7 +411,7 @@ def test_a_copy_that_comes_byte_by_byte_is_written_and_confirmed(
 ) -> None:
     destination = harness.add_pool("destination")
     pages = os.urandom(2 * LAYOUT.page_bytes)
-    for byte in PREFACE + header_for(destination, (4, 9)) + pages:
+    for byte in header_for(destination, (4, 9)) + pages:
         client.send(bytes([byte]))
     assert client.reply() == CopyReply(num_bytes=len(pages), crc32=zlib.crc32(pages))
     memory = harness.memory(destination)
@@ -394,7 +426,6 @@ def test_a_refused_copy_is_read_to_its_end_and_the_next_one_is_served(
     before = bytes(harness.memory(destination))
     stranger = PoolRef(owner="../../etc/passwd", incarnation="1")
     page = os.urandom(LAYOUT.page_bytes)
-    client.send(PREFACE)
     refused = [
         (header_for(stranger, (0,)), Reason.UNKNOWN_POOL),
         (header_for(destination, (NUM_PAGES,)), Reason.BAD_PAGES),
@@ -414,13 +445,10 @@ def test_a_refused_copy_is_read_to_its_end_and_the_next_one_is_served(
 @pytest.mark.parametrize(
     "opening",
     [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"PDKV\xff",
-        PREFACE + b"\0\0\0\0",
-        PREFACE + b"\xff\xff\xff\xff",
-        PREFACE + b"\0\0\0\x05hello",
-        PREFACE
-        + encode_frame(
+        b"\0\0\0\0",
+        b"\xff\xff\xff\xff",
+        b"\0\0\0\x05hello",
+        encode_frame(
             CopyHeader(
                 handoff_id="h",
                 index=0,
@@ -452,9 +480,8 @@ def test_a_sender_that_stalls_in_a_copy_is_disconnected_an_idle_one_is_not(
 ) -> None:
     harness = TcpHarness(tmp_path, copy_timeout_s=0.2)
     destination = harness.add_pool("destination")
-    stalled, idle = Client(harness), Client(harness)
-    idle.send(PREFACE)
-    stalled.send(PREFACE + header_for(destination, (0,)) + b"x")
+    stalled, idle = Client(harness).greet(), Client(harness).greet()
+    stalled.send(header_for(destination, (0,)) + b"x")
     assert stalled.is_closed()
     page = os.urandom(LAYOUT.page_bytes)
     idle.send(header_for(destination, (1,)) + page)
@@ -469,8 +496,7 @@ def test_connections_beyond_the_limit_are_refused(
 ) -> None:
     monkeypatch.setattr(tcp, "MAX_RECEIVERS", 1)
     destination = harness.add_pool("destination")
-    first = Client(harness)
-    first.send(PREFACE)
+    first = Client(harness).greet()
     second = Client(harness)
     assert second.is_closed()
     page = os.urandom(LAYOUT.page_bytes)
@@ -484,7 +510,7 @@ def test_a_busy_port_is_a_start_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(StartError, match=f"cannot receive KV at '{address}'"):
-            TcpTransfer(address)
+            TcpTransfer(address, secret=SECRET)
 
 
 @given(st.binary(max_size=200))

@@ -2,195 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
-from pdtrace.propagation import RequestContext
-from pdtrace.ring.records import ClockRecord, EndRecord, MarkRecord, OpenRecord
-from pdtrace.stages import Mark, Outcome, Role, WaitReason
-from pdtrace.testing import FakeClock, MemoryRings
-from server.config import ProcessConfig, Settings
-from server.heartbeat import Progress
-from server.kv.layout import KvLayout
+from pdtrace.ring.records import ClockRecord, MarkRecord
+from pdtrace.stages import Mark, Outcome, WaitReason
+from server.config import Settings
 from server.kv.pool import PoolDescriptor
 from server.kv.transfer import worker as worker_module
-from server.kv.transfer.base import Reason, TransferError
-from server.kv.transfer.memory import Abort, Delay, Fate, MemoryTransfer, Script, copy_all
-from server.kv.transfer.worker import TransferWorker
-from server.round_trips import RoundTrips
+from server.kv.transfer.base import PageCopy, Reason, TransferError
+from server.kv.transfer.jobs import Failure
+from server.kv.transfer.memory import Abort, Delay, Fate, copy_all
 from server.wire.messages import (
     AnyMessage,
-    CancelCopies,
-    CopiesDrained,
     CopyDone,
     CopyFailed,
-    CopyJob,
     Handoff,
     HeartbeatAck,
     Peer,
     PoolRef,
-    RegisterPool,
-    decode,
-    encode,
 )
-from server.wire.sockets import Received
-
-LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_size=2, dtype="float32")
-PAGE = LAYOUT.page_bytes
-PREFILL = Peer(instance="prefill-0", endpoint="ipc:///p0", incarnation="p")
-TRANSFER = Peer(instance="transfer-0", endpoint="ipc:///t0", incarnation="t")
-DECODE = Peer(instance="decode-0", endpoint="ipc:///d0", incarnation="d")
-SOURCE = PoolRef(owner="prefill-0", incarnation="p")
-DESTINATION = PoolRef(owner="decode-0", incarnation="d")
-
-
-def drained(handoff_id: str) -> CopiesDrained:
-    return CopiesDrained(handoff_id=handoff_id, transfer=TRANSFER)
-
-
-@dataclass
-class Mail:
-    """Inbox and outbox of the worker; endpoints in `gone` cannot be reached."""
-
-    clock: FakeClock
-    waiting: list[Received] = field(default_factory=list[Received])
-    sent: list[tuple[str, AnyMessage]] = field(default_factory=list[tuple[str, AnyMessage]])
-    gone: set[str] = field(default_factory=set[str])
-
-    def drain(self) -> list[Received]:
-        messages, self.waiting = self.waiting, []
-        return messages
-
-    def put(self, message: AnyMessage) -> None:
-        self.waiting.append(Received(decode(encode(message)), self.clock.monotonic_ns()))
-
-    def send(self, endpoint: str, message: AnyMessage) -> bool:
-        self.sent.append((endpoint, decode(encode(message))))
-        return endpoint not in self.gone
-
-    def to(self, peer: Peer) -> list[AnyMessage]:
-        return [message for endpoint, message in self.sent if endpoint == peer.endpoint]
-
-
-@dataclass
-class Rig:
-    """A worker over a scripted transfer under a fake clock."""
-
-    worker: TransferWorker
-    transfer: MemoryTransfer
-    mail: Mail
-    clock: FakeClock
-    rings: MemoryRings
-    progress: Progress
-    round_trips: RoundTrips
-    records: list[Any] = field(default_factory=list[Any])
-
-    def step(self, *messages: AnyMessage, times: int = 1) -> None:
-        for message in messages:
-            self.mail.put(message)
-        for _ in range(times):
-            self.worker.step(0.0)
-            self.worker.jobs.check_integrity()
-
-    def read(self) -> list[Any]:
-        self.records += self.rings.records(Role.TRANSFER)
-        return self.records
-
-    def marks(self) -> list[tuple[Mark, tuple[Any, ...]]]:
-        return [(r.mark, r.values) for r in self.read() if isinstance(r, MarkRecord)]
-
-    def traces_are_ended(self) -> bool:
-        opened = {r.key for r in self.read() if isinstance(r, OpenRecord)}
-        return opened == {r.key for r in self.records if isinstance(r, EndRecord)}
-
-
-class MakeRig(Protocol):
-    """Makes a rig; `options` are settings."""
-
-    def __call__(self, script: Script = copy_all, **options: Any) -> Rig: ...
-
-
-@pytest.fixture
-def make_rig() -> Iterator[MakeRig]:
-    rigs: list[Rig] = []
-
-    def make(script: Script = copy_all, **options: Any) -> Rig:
-        clock = FakeClock()
-        transfer = MemoryTransfer(script, clock=clock)
-        mail = Mail(clock)
-        rings = MemoryRings(clock=clock)
-        progress = Progress(clock)
-        worker = TransferWorker(
-            ProcessConfig(
-                settings=Settings(**options),
-                role="transfer",
-                instance="transfer-0",
-                incarnation="t",
-                endpoint="ipc:///t0",
-                gateway_endpoint="ipc:///g0",
-            ),
-            transfer=transfer,
-            inbox=mail,
-            outbox=mail,
-            recorder=rings.recorder(Role.TRANSFER),
-            progress=progress,
-            round_trips=(round_trips := RoundTrips("t")),
-            clock=clock,
-        )
-        rigs.append(Rig(worker, transfer, mail, clock, rings, progress, round_trips))
-        rigs[-1].step(register(PREFILL), register(DECODE))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.transfer.close()
-
-
-def register(peer: Peer) -> RegisterPool:
-    pool = PoolDescriptor(owner=peer.instance, path="", num_pages=8, layout=LAYOUT)
-    return RegisterPool(peer=peer, pool=pool)
-
-
-def job(
-    index: int = 0,
-    *,
-    last: bool = False,
-    handoff: str = "a",
-    pages: tuple[int, ...] = (0,),
-    source: PoolRef = SOURCE,
-    address: str | None = None,
-    faults: dict[str, int] | None = None,
-) -> CopyJob:
-    return CopyJob(
-        context=RequestContext(
-            request_id=f"req-{handoff}",
-            trace_id="1" * 32,
-            root_span_id="2" * 16,
-            attempt_span_id="3" * 16,
-            handoff_id=handoff,
-        ),
-        index=index,
-        last=last,
-        source=source,
-        source_pages=pages,
-        destination=DESTINATION,
-        destination_pages=pages,
-        transfer_address=address,
-        prefill=PREFILL,
-        decode=DECODE,
-        faults=faults or {},
-    )
-
-
-def done(index: int, *, last: bool, num_pages: int = 1, handoff: str = "a") -> CopyDone:
-    return CopyDone(handoff_id=handoff, index=index, last=last, num_bytes=num_pages * PAGE)
-
-
-def cancel(handoff: str, peer: Peer) -> CancelCopies:
-    return CancelCopies(handoff_id=handoff, reply_to=peer)
+from tests.support.transfer_rig import (
+    DECODE,
+    DESTINATION,
+    PAGE,
+    PREFILL,
+    SOURCE,
+    MakeRig,
+    cancel,
+    done,
+    drained,
+    job,
+    register,
+)
 
 
 def test_a_handoff_is_copied_job_by_job_and_both_legs_are_told(make_rig: MakeRig) -> None:
@@ -493,7 +338,7 @@ def test_memory_of_handoffs_is_bounded(make_rig: MakeRig) -> None:
 def test_giving_up_drains_what_runs_before_the_legs_are_told(make_rig: MakeRig) -> None:
     rig = make_rig(lambda _copy: Fate.LOSE)
     rig.step(job(handoff="runs"), job(handoff="waits"))
-    rig.worker.fail_all(Reason.SHUTTING_DOWN, "transfer-0 is shutting down")
+    rig.worker.fail_all(Failure(Reason.SHUTTING_DOWN, "transfer-0 is shutting down"))
     assert [m.handoff_id for m in rig.mail.to(DECODE) if isinstance(m, CopyFailed)] == ["waits"]
     rig.step()
     failed = [m for m in rig.mail.to(DECODE) if isinstance(m, CopyFailed)]
@@ -524,6 +369,92 @@ def test_a_turn_that_raises_fails_what_is_at_hand_and_the_next_one_is_served(
     assert failed.reason == "internal"
     rig.step(job(handoff="b", last=True))
     assert rig.mail.to(DECODE)[1:] == [done(0, last=True, handoff="b")]
+
+
+@pytest.mark.case("XFER-01")
+def test_a_copy_that_never_ends_times_out_by_itself_and_both_legs_are_told(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(lambda copy: Fate.LOSE if copy.index == 2 else Fate.COPY)
+    rig.step(*(job(index, pages=(index,), last=index == 7) for index in range(8)), times=4)
+    rig.clock.advance(s=19.9)
+    rig.step(times=2)
+    assert rig.mail.to(DECODE) == [done(0, last=False), done(1, last=False)]
+    rig.clock.advance(s=0.2)
+    rig.step(times=2)
+    for leg in (PREFILL, DECODE):
+        [failed] = rig.mail.to(leg)[2:]
+        assert failed == CopyFailed(
+            handoff_id="a",
+            index=2,
+            reason="transfer_timeout",
+            message="copy job 2 did not end in 20 s",
+            settled=True,
+        )
+    assert rig.marks()[-1] == (
+        Mark.ABORTED,
+        (Outcome.TIMED_OUT, "transfer_timeout", "transfer-0"),
+    )
+    assert rig.traces_are_ended()
+    rig.step(job(handoff="b", last=True), times=2)
+    assert rig.mail.to(DECODE)[3:] == [done(0, last=True, handoff="b")]
+
+
+def test_time_in_the_queue_is_not_charged_to_the_copy(make_rig: MakeRig) -> None:
+    rig = make_rig(lambda copy: Delay(15.0) if copy.handoff_id == "a" else Delay(10.0))
+    rig.step(job(last=True), job(handoff="b", last=True))
+    rig.clock.advance(s=15)
+    rig.step(times=2)
+    rig.clock.advance(s=10)
+    rig.step(times=2)
+    assert rig.mail.to(DECODE) == [done(0, last=True), done(0, last=True, handoff="b")]
+
+
+def test_a_copy_that_arrives_short_fails_both_legs(make_rig: MakeRig) -> None:
+    rig = make_rig(lambda _copy: Fate.SHORT)
+    rig.step(job(pages=(0, 1, 2), last=True))
+    for leg in (PREFILL, DECODE):
+        [failed] = rig.mail.to(leg)
+        assert failed == CopyFailed(
+            handoff_id="a",
+            index=0,
+            reason="transfer_incomplete",
+            message=f"{2 * PAGE} of {3 * PAGE} bytes of copy job 0 arrived",
+            settled=True,
+        )
+    assert rig.marks()[-1][1] == (Outcome.FAILED, "transfer_incomplete", "transfer-0")
+    assert rig.worker.copied_bytes == 0
+    assert rig.traces_are_ended()
+
+
+@pytest.mark.case("XFER-01", "XFER-07")
+def test_a_job_that_cannot_be_started_fails_its_handoff_with_the_type_of_what_was_raised(
+    make_rig: MakeRig,
+) -> None:
+    def script(copy: PageCopy) -> Fate:
+        if copy.handoff_id == "a" and copy.index == 2:
+            raise OverflowError("scripted")
+        return Fate.COPY
+
+    rig = make_rig(script)
+    jobs = [job(index, pages=(index,), last=index == 7) for index in range(8)]
+    rig.step(*jobs, job(handoff="b", last=True), times=6)
+    for leg in (PREFILL, DECODE):
+        messages = [m for m in rig.mail.to(leg) if getattr(m, "handoff_id", "") == "a"]
+        assert messages[:2] == [done(0, last=False), done(1, last=False)]
+        assert messages[2:] == [
+            CopyFailed(
+                handoff_id="a",
+                index=2,
+                reason="internal",
+                message="the transfer failed: OverflowError: scripted",
+                settled=True,
+            )
+        ]
+    assert done(0, last=True, handoff="b") in rig.mail.to(DECODE)
+    aborts = [values for mark, values in rig.marks() if mark is Mark.ABORTED]
+    assert aborts == [(Outcome.FAILED, "OverflowError", "transfer-0")]
+    assert rig.traces_are_ended()
 
 
 def test_progress_says_busy_only_while_there_are_jobs(make_rig: MakeRig) -> None:
