@@ -1,7 +1,8 @@
 """How SIGTERM and SIGINT end a loop.
 
 Owns the flag and the handlers. `threading.Event` is no flag for handlers: they run in the main
-thread between two bytecodes, which may hold the event's lock already.
+thread between two bytecodes, which may hold the event's lock already. A bare lock, let go of once,
+has nothing that could be half done.
 """
 
 from __future__ import annotations
@@ -9,12 +10,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-import time
 from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Protocol
-
-_SLICE_S = 0.05
 
 
 class Stop(Protocol):
@@ -32,19 +30,26 @@ class StopFlag:
 
     def __init__(self) -> None:
         self._set = False
+        self._unset = threading.Lock()
+        """Held until the flag is set: who waits for it sleeps until then, and in no slices."""
+        self._unset.acquire()
 
     def set(self) -> None:
         self._set = True
+        self._let_go()
 
     def is_set(self) -> bool:
         return self._set
 
     def wait(self, timeout: float) -> bool:
-        """Sleep `timeout` seconds or until shortly after it is set."""
-        end_s = time.monotonic() + timeout
-        while not self._set and (left_s := end_s - time.monotonic()) > 0:
-            time.sleep(min(left_s, _SLICE_S))
+        """Sleep `timeout` seconds or until it is set."""
+        if not self._set and self._unset.acquire(timeout=max(0.0, timeout)):
+            self._let_go()  # for whoever else waits
         return self._set
+
+    def _let_go(self) -> None:
+        with contextlib.suppress(RuntimeError):  # who came in between has let go of it
+            self._unset.release()
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import ipaddress
 import json
 import logging
 import os
+import selectors
 import socket
 import threading
 import time
@@ -46,6 +47,8 @@ HEAD_S = 2.0
 """A client may take so long to send its request: those who dawdle take the places of others."""
 REQUEST_S = 15.0
 """A request may take so long in all, however slowly a client reads."""
+_LOOK_S = 0.1
+"""Between looks at those that take too long, while anybody is answered."""
 
 _JSON = "application/json"
 _log = logging.getLogger(__name__)
@@ -194,9 +197,7 @@ class AgentHttp:
         self._server = server
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{server.server_address[1]}"
-        self._thread = threading.Thread(
-            target=server.serve_forever, args=(0.1,), name="agent-http", daemon=True
-        )
+        self._thread = threading.Thread(target=server.serve_forever, name="agent-http", daemon=True)
         self._thread.start()
         self._address_path = None if out is None else out / ADDRESS_NAME
         self._write_address()
@@ -207,8 +208,8 @@ class AgentHttp:
         if not self._thread.is_alive():
             return
         self._server.shutdown()
-        self._server.server_close()
         self._thread.join()
+        self._server.server_close()
         if self._address_path is not None and read_address(self._address_path.parent) == Address(
             url=self.url, pid=os.getpid()
         ):
@@ -265,7 +266,43 @@ class _Server(ThreadingMixIn, WSGIServer):
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
         self._places = threading.BoundedSemaphore(MAX_THREADS)
         self._until: dict[socket.socket, float] = {}
-        super().__init__(address, handler)
+        self._woken, self._wake = socket.socketpair()
+        super().__init__(address, handler)  # which closes all if it cannot be bound
+
+    def serve_forever(self, poll_interval: float = _LOOK_S) -> None:
+        """Sleeps until somebody asks, or `shutdown` is called; looks after those that are being
+        answered every `poll_interval` seconds."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while True:
+                # Who is answered is entered by this thread alone.
+                ready = selector.select(poll_interval if self._until else None)
+                sources = [key.fileobj for key, _ in ready]
+                if self._woken in sources:
+                    return
+                if sources:
+                    self._accept()
+                self.service_actions()
+
+    def _accept(self) -> None:
+        try:
+            request, address = self.get_request()
+        except OSError:
+            return  # it left while it waited
+        try:
+            self.process_request(request, address)
+        except Exception:  # no thread for it; others are answered
+            self.shutdown_request(request)
+
+    def shutdown(self) -> None:
+        """Let `serve_forever` return; who calls joins its thread."""
+        self._wake.send(b"\0")
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._woken.close()
+        self._wake.close()
 
     def server_bind(self) -> None:
         # HTTPServer's looks the host's name up, which may ask a name server that does not answer.
@@ -307,7 +344,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._until[request] = time.monotonic() + REQUEST_S - HEAD_S
 
     def service_actions(self) -> None:
-        """Cut off who takes too long. Called by the accepting loop, some ten times a second."""
+        """Cut off who takes too long. Called by the accepting loop."""
         now_s = time.monotonic()
         for request, until_s in list(self._until.items()):
             if until_s < now_s:

@@ -274,6 +274,26 @@ def test_address_of_the_agent_that_came_after_is_left_alone(tmp_path: Path) -> N
     second.http.close()
 
 
+def test_endpoint_that_nobody_asks_sleeps_and_closes_at_once(served: Served) -> None:
+    assert served.get("/health")[0] == 200
+    (thread,) = (t for t in threading.enumerate() if t.name == "agent-http")
+    status = Path(f"/proc/self/task/{thread.native_id}/status")
+
+    def pauses() -> int:
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return int(lines["voluntary_ctxt_switches"])
+
+    deadline_s = time.monotonic() + 30  # until the thread that has answered is gone
+    while True:
+        before = pauses()
+        time.sleep(0.5)
+        if pauses() == before:
+            break
+        assert time.monotonic() < deadline_s, "the endpoint wakes although nobody asks"
+    served.http.close()
+    assert not thread.is_alive()
+
+
 def test_address_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     assert read_address(tmp_path / "none") is None
     (tmp_path / ADDRESS_NAME).write_text("{ damaged")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -57,6 +58,30 @@ def test_wait_without_a_signal_lasts_its_time() -> None:
     begin = time.monotonic()
     assert not StopFlag().wait(0.12)
     assert time.monotonic() - begin >= 0.12
+
+
+def test_wait_wakes_nobody_until_its_time_or_the_flag_comes() -> None:
+    """A loop that waits costs nothing meanwhile: the thread leaves the processor once."""
+    stop = StopFlag()
+    left: list[int] = []
+
+    def wait() -> None:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        assert stop.wait(WAIT_S)
+        left.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before)
+
+    threads = [threading.Thread(target=wait) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.6)
+    stop.set()
+    stop.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert len(left) == 2
+    assert max(left) < 6
+    assert stop.wait(0.0)
+    assert stop.wait(WAIT_S)
 
 
 def test_other_threads_set_no_handlers() -> None:
