@@ -5,8 +5,9 @@
 Both pools lie in shared memory and are mapped as the transfer process maps them. Each round copies
 the same bytes in every way, in an order drawn anew: with one memcpy from pool to pool, with the
 shared-memory transfer (pages in a row, the same without verifying, and every page somewhere else),
-and with the TCP transfer to a second process on loopback, which verifies and confirms. A copy is timed from `submit` to its
-`Copied` event, so small copies show what a copy job costs beside its bytes.
+and with the TCP transfer to a second process on loopback, which verifies and confirms. A copy is
+timed from `submit` to its `Copied` event, so small copies show what a copy job costs beside its
+bytes.
 
 Ratios are memcpy's time over the transfer's: the median of those taken within one round, and best
 round against best round. Where the calling thread does all the work (memcpy, shared memory) they

@@ -230,7 +230,8 @@ def judge(
         sentence=_sentence(
             timeline, kind, chosen=chosen, stall=stall, detail=detail, cause=cause, loss=loss
         )
-        + _further(kind, assessments, stall),
+        + _further(kind, assessments, stall)
+        + _tried_again(timeline, kind),
     )
 
 
@@ -517,6 +518,20 @@ def _further(kind: VerdictKind, assessments: Sequence[Assessment], stall: Assess
     others.sort(key=lambda x: -x.excess_ns)
     listed = ", ".join(f"{x.leaf.name} took {_excess(x)}" for x in others)
     return f" Besides, {listed}."
+
+
+def _tried_again(timeline: Timeline, kind: VerdictKind) -> str:
+    """A sentence on the attempts that failed before the last one of a request that completed."""
+    failed = [one for one in timeline.tries[:-1] if one.outcome not in {None, Outcome.COMPLETED}]
+    if kind is VerdictKind.ENDED or kind is VerdictKind.IN_FLIGHT or not failed:
+        return ""
+    told = "; ".join(
+        f"attempt {one.number} took {seconds_text(one.end_ns - one.begin_ns)}"
+        + (f", ended in {one.stage}" if one.stage else "")
+        + f" ({one.reason or one.outcome}{f', by {one.by}' if one.by else ''})"
+        for one in failed
+    )
+    return f" It was tried again: {told}."
 
 
 def _without_stall(timeline: Timeline, stall: Assessment) -> str:

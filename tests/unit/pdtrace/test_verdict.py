@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pdtrace import semconv as a
 from pdtrace.analysis.baselines import Baselines, RollingBaselines
+from pdtrace.analysis.sources import Trace
 from pdtrace.analysis.timeline import Timeline, build_timeline
 from pdtrace.analysis.verdict import (
     Confidence,
@@ -22,9 +23,9 @@ from pdtrace.analysis.verdict import (
     stall_attributes,
 )
 from pdtrace.spans import AttrValue, Event
-from pdtrace.stages import CHAINS, STAGES, Mode, Outcome
+from pdtrace.stages import ATTEMPT_SPAN, CHAINS, STAGES, Mode, Outcome
 from tests.support.copies import replace
-from tests.support.pd_traces import HEALTHY_S, Story, noisy
+from tests.support.pd_traces import HEALTHY_S, Story, noisy, retried
 
 STALL_S = 2.0
 
@@ -432,3 +433,31 @@ def test_rolling_baselines_judge_a_stream_of_requests() -> None:
             if stage is not None:
                 blamed.append(verdict.stage)
     assert blamed == stages
+
+
+def test_a_failed_attempt_is_told_of_a_request_that_completed() -> None:
+    trace = retried()
+    failed = {
+        a.OUTCOME.key: "failed",
+        a.OUTCOME_REASON.key: "worker_lost",
+        a.OUTCOME_BY.key: "prefill-0",
+        a.OUTCOME_STAGE.key: "transfer",
+    }
+    spans = tuple(
+        replace(span, attributes={**span.attributes, **failed})
+        if span.name == ATTEMPT_SPAN and span.attributes[a.ATTEMPT.key] == 1
+        else span
+        for span in trace.spans
+    )
+    timelines = [build_timeline(replace(trace, spans=spans)), *map(build_timeline, peers_of(20))]
+    verdict = judge_all(timelines)[0]
+    assert verdict.kind in {VerdictKind.HEALTHY, VerdictKind.STALLED}
+    told = (
+        "It was tried again: attempt 1 took 161 ms, ended in transfer (worker_lost, by prefill-0)."
+    )
+    assert verdict.sentence.endswith(told)
+    assert "tried again" not in judge_all(timelines)[1].sentence
+
+
+def peers_of(count: int) -> list[Trace]:
+    return [story.trace() for story in healthy(count=count)]
