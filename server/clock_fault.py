@@ -1,4 +1,4 @@
-"""A process's clock made to look like another host's, for tests of recordings of several hosts.
+"""A process's clock made to look like another host's, or set while it runs, for tests.
 
 Owns the fault's syntax and the clock that it makes; knows nothing of what reads it. Only a server
 started with `--allow-faults` takes one.
@@ -78,9 +78,33 @@ class ShiftedClock:
         return self._offset_ns + drift_ns + step_ns
 
 
-def make_clock(fault: ClockFault | None) -> Clock:
-    """The clock of a process: the system's own unless `fault` shifts it."""
-    return SYSTEM_CLOCK if fault is None else ShiftedClock(fault)
+class SettableClock:
+    """`clock` as it was set while it ran. Any thread may read it; one sets it."""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._set = (0, 0)  # how far it is ahead, and what it does not fall behind
+
+    def shift(self, seconds: float) -> None:
+        """Set it forward. Below 0: let it stand still for as long, as CLOCK_MONOTONIC never runs
+        backwards."""
+        now_ns = self.monotonic_ns()
+        self._set = (self._set[0] + round(seconds * _NS_PER_S), now_ns)
+
+    def monotonic_ns(self) -> int:
+        ahead_ns, least_ns = self._set
+        return max(self._clock.monotonic_ns() + ahead_ns, least_ns)
+
+    def wall_ns(self) -> int:
+        now_ns = self._clock.monotonic_ns()
+        ahead_ns, least_ns = self._set
+        return self._clock.wall_ns() + max(ahead_ns, least_ns - now_ns)
+
+
+def make_clock(fault: ClockFault | None, *, settable: bool = False) -> Clock:
+    """The clock of a process: the system's own unless `fault` shifts it or it is to be settable."""
+    clock = SYSTEM_CLOCK if fault is None else ShiftedClock(fault)
+    return SettableClock(clock) if settable else clock
 
 
 def parse_clock_faults(options: list[str]) -> dict[str, ClockFault]:

@@ -13,8 +13,11 @@ from server.round_trips import RoundTrip
 
 
 def process_clock(config: ProcessConfig) -> Clock:
-    """What the process reads the time from: shifted where settings say so, for tests."""
-    return make_clock(config.settings.clock_faults.get(config.instance))
+    """What the process reads the time from: shifted where settings say so, for tests; settable
+    where they allow faults."""
+    settings = config.settings
+    fault = settings.clock_faults.get(config.instance)
+    return make_clock(fault, settable=settings.allow_faults)
 
 
 def open_recorder(

@@ -200,18 +200,22 @@ class Scheduler(ABC, Generic[LegT]):
     def _take(self, received: Received) -> None:
         message = received.message
         try:
-            if isinstance(message, HeartbeatAck):
-                self._answered(message, received.arrived_ns)
-            elif isinstance(message, Cancel):
-                self._cancel(message)
-            else:
-                self.handle(message, received.arrived_ns)
+            self.take_in(message, received.arrived_ns)
         except Exception as error:  # a request boundary: it must not stop the loop
             handoff_id = handoff_of(message)
             _logger.exception("%s of %s failed", type(message).__name__, handoff_id)
             leg = self.legs.get(handoff_id)
             if leg is not None:
                 self._give_up(leg, "internal", f"{type(error).__name__} in a message's handling")
+
+    def take_in(self, message: AnyMessage, arrived_ns: int) -> None:
+        """Take in one message of any type."""
+        if isinstance(message, HeartbeatAck):
+            self._answered(message, arrived_ns)
+        elif isinstance(message, Cancel):
+            self._cancel(message)
+        else:
+            self.handle(message, arrived_ns)
 
     def watch(self, now_ns: int) -> None:
         """Notice who is not there any more. Called every turn, without any message."""

@@ -60,7 +60,7 @@ def serve(
         if engine is None:
             engine = _load(config, role)
         stack.callback(engine.close)
-        injector = make_injector(config)
+        injector = make_injector(config, clock)
         recorder = open_recorder(config, role, clock, recorder_class(injector))
         stack.callback(recorder.close)
         outbox = Outbox(keys=keys)

@@ -233,7 +233,7 @@ class Gateway:
         with self.admission.approaching():
             await self._ingest(call, request)
             # Held before it takes a place, so that nobody else waits for this request's fault.
-            await self._hold(call, "gateway.queue")
+            await self.hold(call, "gateway.queue")
         wanted = RouteRequest(prompt_ids=call.prompt_ids, max_tokens=call.max_tokens)
         await self._admit(call, wanted)
         while True:
@@ -258,7 +258,7 @@ class Gateway:
             capacity=self.cluster.kv_capacity(),
             param="messages" if request.operation is Operation.CHAT else "prompt",
         )
-        await self._hold(call, "gateway.ingest")
+        await self.hold(call, "gateway.ingest")
         now_ns = time.monotonic_ns()
         call.trace.mark(
             Mark.TOKENIZED,
@@ -291,7 +291,7 @@ class Gateway:
         call.stage_ended("gateway.queue", now_ns)
 
     async def _route(self, call: Call, wanted: RouteRequest) -> PairChoice:
-        await self._hold(call, "gateway.route")
+        await self.hold(call, "gateway.route")
         while (choice := self.cluster.choose(wanted)) is None:
             with self._queueing(call):
                 await self._wait_for_pair(call, wanted, "gateway.route")
@@ -317,7 +317,7 @@ class Gateway:
     async def _dispatch(
         self, call: Call, request: GenerationRequest, choice: PairChoice
     ) -> Attempt:
-        await self._hold(call, "gateway.dispatch")
+        await self.hold(call, "gateway.dispatch")
         reserve = min(call.max_tokens, self.settings.reserve_output_tokens)
         messages = leg_messages(call, request, choice, mode=self.mode, gateway=self.cluster.me)
         # Before the first of them leaves: a worker's mark of its arrival must not come earlier, and
@@ -402,7 +402,7 @@ class Gateway:
                 raise failure  # what came with it would be the first byte, and forbid a retry
             if text:
                 if call.first_write_ns is None:
-                    await self._hold(call, "hop.token")
+                    await self.hold(call, "hop.token")
                 if await call.responder.write(text):
                     call.wrote(time.monotonic_ns(), self.metrics)
             if failure is not None:
@@ -417,7 +417,7 @@ class Gateway:
         return forwarded and attempt.choice.decode.peer.instance in attempt.open_legs
 
     async def _finish(self, call: Call, attempt: Attempt, output: OutputStream) -> None:
-        await self._hold(call, "gateway.finish")
+        await self.hold(call, "gateway.finish")
         if call.mailbox.interruption is not None:
             raise call.mailbox.interruption
         assert output.finish_reason is not None
@@ -462,7 +462,7 @@ class Gateway:
 
     # -- parts of the steps -------------------------------------------------------------------
 
-    async def _hold(self, call: Call, stage: str) -> None:
+    async def hold(self, call: Call, stage: str) -> None:
         """A fault hook delays `stage` of this request."""
         delay_ms = call.faults.get(stage, 0)
         if delay_ms:

@@ -14,13 +14,20 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from pdtrace.stages import Role
 from server.errors import StartError
 
 MAX_MS = 3_600_000
+MAX_SHIFT_S = 1e6
+MAX_PAGES = 2**31
+WITH_POOL = frozenset({Role.PREFILL, Role.DECODE, Role.WORKER})
+"""Roles whose processes own a KV pool."""
 
 Ordinal = Annotated[int, Meta(ge=1)]
 Times = Annotated[int, Meta(ge=1)]
 Milliseconds = Annotated[int, Meta(ge=0, le=MAX_MS)]
+Seconds = Annotated[float, Meta(ge=-MAX_SHIFT_S, le=MAX_SHIFT_S)]
+Pages = Annotated[int, Meta(ge=1, le=MAX_PAGES)]
 
 
 class Direction(StrEnum):
@@ -51,6 +58,19 @@ class Place(StrEnum):
     RECEIVER = "receiver"
     METRICS = "metrics"
     RECORDER = "recorder"
+
+
+class Damage(StrEnum):
+    """What becomes of a copy of KV pages.
+
+    short     it ends before all bytes have moved
+    altered   one byte arrives as another
+    never     nothing moves and nothing is said of it, until it is cancelled
+    """
+
+    SHORT = "short"
+    ALTERED = "altered"
+    NEVER = "never"
 
 
 class _Fault(
@@ -109,6 +129,28 @@ class Raise(_Fault, frozen=True, kw_only=True, tag="raise"):
     message: str = ""
 
 
+class Freeze(_Fault, frozen=True, kw_only=True, tag="freeze"):
+    """Requests number `nth` to `nth + count - 1` that are in a stage are held in it for `ms`.
+
+    stage     one that the process holds requests in: see `server.faults.FAULT_STAGES`
+    request   count only requests whose ids begin with this
+    """
+
+    stage: str
+    ms: Milliseconds
+    nth: Ordinal = 1
+    count: Times | None = 1
+    request: str = ""
+
+
+class Corrupt(_Fault, frozen=True, kw_only=True, tag="corrupt"):
+    """Copies number `nth` to `nth + count - 1` that a transfer process starts go wrong."""
+
+    copy: Damage
+    nth: Ordinal = 1
+    count: Times | None = 1
+
+
 class _TimedFault(_Fault, frozen=True, kw_only=True):
     """`after_ms`: from being armed to being done."""
 
@@ -121,19 +163,56 @@ class Pause(_TimedFault, frozen=True, kw_only=True, tag="pause"):
     ms: Milliseconds
 
 
+class ShiftClock(_TimedFault, frozen=True, kw_only=True, tag="clock"):
+    """The process's clock jumps `seconds` forward; below 0 it stands still for as long."""
+
+    seconds: Seconds
+
+
+class Shrink(_TimedFault, frozen=True, kw_only=True, tag="shrink"):
+    """`pages` of the worker's KV pool are taken out of use, as they come free, until cleared."""
+
+    pages: Pages
+
+
 MessageFault: TypeAlias = Drop | Delay | Repeat | Reorder
-TimedFault: TypeAlias = Pause
-Fault: TypeAlias = Drop | Delay | Repeat | Reorder | Raise | Pause
+TimedFault: TypeAlias = Pause | ShiftClock | Shrink
+Fault: TypeAlias = (
+    Drop | Delay | Repeat | Reorder | Raise | Freeze | Corrupt | Pause | ShiftClock | Shrink
+)
+
+
+def roles_of(fault: Fault) -> frozenset[str]:
+    """Roles of the processes in which a fault can act; in others it is not armed."""
+    match fault:
+        case Shrink():
+            return WITH_POOL
+        case Corrupt():
+            return frozenset({Role.TRANSFER})
+        case ShiftClock():  # the gateway's clock is the one that others are compared with
+            return WITH_POOL | {Role.TRANSFER}
+        case _:
+            return WITH_POOL | {Role.TRANSFER, Role.GATEWAY}
 
 
 def check_at(faults: Sequence[Fault], names: Collection[str]) -> None:
-    """Raises StartError for a fault whose `at` is neither "" nor one of `names`."""
+    """Raises StartError for a fault that can act nowhere: `at` is neither "" nor one of `names`,
+    instances and roles, or a process of another kind."""
     for number, fault in enumerate(faults, 1):
-        if fault.at and fault.at not in names:
+        roles = roles_of(fault)
+        able = sorted(name for name in names if _role(name) in roles)
+        if not able:
+            raise StartError(f"fault {number} ({kind_of(fault)}): no process here can have it")
+        if fault.at and fault.at not in able:
             raise StartError(
                 f"fault {number} ({kind_of(fault)}): at is {fault.at!r}, expected one of "
-                f"{', '.join(sorted(names))}"
+                f"{', '.join(able)}"
             )
+
+
+def _role(name: str) -> str:
+    """Of an instance, which is named role and number, or of a role."""
+    return name.rpartition("-")[0] or name
 
 
 def name_of(fault: Fault) -> str:
@@ -143,8 +222,12 @@ def name_of(fault: Fault) -> str:
             return f"{kind_of(fault)}.{fault.message}"
         case Raise():
             return f"raise.{fault.place}"
-        case Pause():
-            return "pause"
+        case Freeze():
+            return f"freeze.{fault.stage}"
+        case Corrupt():
+            return f"corrupt.{fault.copy}"
+        case Pause() | ShiftClock() | Shrink():
+            return kind_of(fault)
 
 
 def kind_of(fault: Fault) -> str:

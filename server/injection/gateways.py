@@ -5,14 +5,20 @@ Owns which of its parts is wrapped for which place.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
+from pdtrace.stages import WaitReason
+from server.gateway.call import Call
 from server.gateway.cluster import Mail
 from server.gateway.pipeline import Gateway
 from server.injection.fault import Fault, Place
 from server.injection.injector import Injector
 from server.injection.ports import AsyncFaultyInbox, AsyncSource, FaultyOutbox
 from server.wire.messages import AnyMessage
+
+LOOK_S = 0.05
+"""How often a request that is held looks whether faults were cleared."""
 
 
 class FaultyMail(FaultyOutbox):
@@ -57,7 +63,24 @@ def disturb(gateway: Gateway, injector: Injector | None, faults: Iterable[Fault]
     def faulty_guard(record: Callable[[], object]) -> None:
         guard(injector.around(Place.METRICS, record))
 
+    hold = gateway.hold
+
+    async def hold_frozen(call: Call, stage: str) -> None:
+        await hold(call, stage)
+        ms = injector.stage(stage, call.context.request_id)
+        if ms:
+            call.trace.wait(stage, WaitReason.INJECTED)
+            await _pause(call, injector, ms / 1000)
+
+    gateway.hold = hold_frozen
     gateway.tick = injector.around(Place.STEP, gateway.tick)
     gateway.cluster.deliver = faulty_deliver
     metrics.guard = faulty_guard
     injector.arm(faults)
+
+
+async def _pause(call: Call, injector: Injector, seconds: float) -> None:
+    """Keep the request where it is for so long, or until faults are cleared."""
+    times_cleared, end_s = injector.times_cleared, time.monotonic() + seconds
+    while injector.times_cleared == times_cleared and (left_s := end_s - time.monotonic()) > 0:
+        await call.mailbox.pause(min(left_s, LOOK_S))

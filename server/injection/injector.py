@@ -17,6 +17,7 @@ from typing import ParamSpec, Protocol, TypeVar, assert_never
 
 from server.errors import ServerError
 from server.injection.fault import (
+    Damage,
     Delay,
     Direction,
     Drop,
@@ -24,9 +25,10 @@ from server.injection.fault import (
     MessageFault,
     Pause,
     Place,
-    Raise,
     Reorder,
     Repeat,
+    ShiftClock,
+    Shrink,
     TimedFault,
     name_of,
 )
@@ -52,6 +54,10 @@ def send_once(endpoint: str, message: AnyMessage) -> None:
         outbox.send(endpoint, message)
     finally:
         outbox.close()
+
+
+def _nothing(_: float) -> None:
+    """For what a process does not have."""
 
 
 class InjectedError(ServerError):
@@ -86,8 +92,12 @@ class Handle(Protocol):
 class Injector:
     """Faults of one process. Thread-safe, apart from `turn`, which belongs to the loop's thread.
 
-    injected   how often each fault has acted, by its name
-    now_ns     CLOCK_MONOTONIC, which no clock fault shifts
+    injected      how often each fault has acted, by its name
+    now_ns        CLOCK_MONOTONIC, which no clock fault shifts
+    times_cleared how often everything was disarmed: what is held longer than that goes on
+    shift_clock   sets the process's clock, by seconds
+    shrink        takes so many pages of the process's KV pool out of use; does nothing where there
+                  is none
     """
 
     def __init__(
@@ -98,9 +108,13 @@ class Injector:
         now_ns: Callable[[], int] = time.monotonic_ns,
         sleep: Callable[[float], None] = time.sleep,
         reply: Callable[[str, AnyMessage], object] = send_once,
+        shift_clock: Callable[[float], object] = _nothing,
     ) -> None:
         self.now_ns = now_ns
         self.injected: Counter[str] = Counter()
+        self.times_cleared = 0
+        self.shrink: Callable[[int], object] = _nothing
+        self._shift_clock = shift_clock
         self._peer = peer
         self._plan = FaultPlan(instance=peer.instance, role=role)
         self._sleep = sleep
@@ -122,6 +136,7 @@ class Injector:
         if order.clear:
             with self._lock:
                 self._plan.clear()
+                self.times_cleared += 1
             for watched in self._watched:
                 watched.clear()
             _logger.info("faults cleared")
@@ -162,7 +177,6 @@ class Injector:
             if hit is None:
                 return None
             fault = hit.fault
-            assert not isinstance(fault, Raise)
             self._count(fault)
         _logger.warning("injected: %s %s number %d %s", name, direction, hit.number, _fate(fault))
         return fault
@@ -178,6 +192,34 @@ class Injector:
             self._count(hit.fault)
         _logger.warning("injected: call number %d of %s raises", hit.number, place)
         raise InjectedError(f"injected in {place}")
+
+    @property
+    def freezes(self) -> bool:
+        """Whether `stage` may say anything else than 0."""
+        return self._plan.hits_stages
+
+    def stage(self, stage: str, request_id: str) -> int:
+        """For how many milliseconds a request that is in `stage` is held there; counted, logged."""
+        if not self.freezes:
+            return 0
+        with self._lock:
+            hit = self._plan.stage(stage, request_id)
+            if hit is None:
+                return 0
+            self._count(hit.fault)
+        _logger.warning("injected: %s holds %s for %d ms", stage, request_id, hit.fault.ms)
+        return hit.fault.ms
+
+    def copy(self, handoff_id: str, index: int) -> Damage | None:
+        """What becomes of a copy that is about to start; counted and logged."""
+        with self._lock:
+            hit = self._plan.copy()
+            if hit is None:
+                return None
+            self._count(hit.fault)
+        damage = hit.fault.copy
+        _logger.warning("injected: copy %d of %s: %s", index, handoff_id, damage)
+        return damage
 
     def around(self, place: Place, function: Callable[P, R]) -> Callable[P, R]:
         """`function`, which raises before it does anything where a fault says so."""
@@ -223,6 +265,12 @@ class Injector:
             case Pause():
                 _logger.warning("injected: the loop stands still for %d ms", fault.ms)
                 self._sleep(fault.ms / 1000)
+            case ShiftClock():
+                _logger.warning("injected: the clock is set by %+g s", fault.seconds)
+                self._shift_clock(fault.seconds)
+            case Shrink():
+                _logger.warning("injected: %d pages are taken out of use", fault.pages)
+                self.shrink(fault.pages)
 
     def _count(self, fault: Fault) -> None:
         self.injected[name_of(fault)] += 1

@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 from functools import partial
 
+from pdtrace.clock import SYSTEM_CLOCK, Clock
 from pdtrace.recorder import Recorder
 from pdtrace.ring.writer import RingWriter
+from server.clock_fault import SettableClock
 from server.config import ProcessConfig
 from server.heartbeat import MakeOutbox
 from server.injection.fault import Place
@@ -24,11 +26,14 @@ from server.wire.sockets import Outbox
 _logger = logging.getLogger(__name__)
 
 
-def make_injector(config: ProcessConfig) -> Injector | None:
-    """The process's injector, with nothing armed; None unless settings allow faults."""
+def make_injector(config: ProcessConfig, clock: Clock = SYSTEM_CLOCK) -> Injector | None:
+    """The process's injector, with nothing armed; None unless settings allow faults. It can set
+    `clock` if that can be set."""
     if not config.settings.allow_faults:
         return None
     me = Peer(instance=config.instance, endpoint=config.endpoint, incarnation=config.incarnation)
+    if isinstance(clock, SettableClock):
+        return Injector(me, role=config.role, shift_clock=clock.shift)
     return Injector(me, role=config.role)
 
 

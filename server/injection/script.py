@@ -17,7 +17,8 @@ from typing import Any, get_args
 import msgspec
 
 from server.errors import StartError
-from server.injection.fault import Delay, Drop, Fault, Raise, Reorder, Repeat
+from server.faults import FAULT_STAGES
+from server.injection.fault import Delay, Drop, Fault, Freeze, Raise, Reorder, Repeat
 from server.wire.messages import AnyMessage, FaultReport, InjectFaults
 
 MESSAGE_NAMES = frozenset(
@@ -57,6 +58,7 @@ def parse_faults(text: str, *, source: str) -> tuple[Fault, ...]:
         except msgspec.ValidationError as error:
             raise StartError(f"{where}{_field(str(error))}") from error
         _check_message(fault, where)
+        _check_stage(fault, where)
         faults.append(fault)
     return tuple(faults)
 
@@ -70,6 +72,14 @@ def _check_message(fault: Fault, where: str) -> None:
         raise StartError(
             f"{where}.message: {fault.message!r} is no message, expected one of "
             f"{', '.join(sorted(MESSAGE_NAMES))}"
+        )
+
+
+def _check_stage(fault: Fault, where: str) -> None:
+    if isinstance(fault, Freeze) and fault.stage not in FAULT_STAGES:
+        raise StartError(
+            f"{where}.stage: {fault.stage!r} cannot be held, expected one of "
+            f"{', '.join(sorted(FAULT_STAGES))}"
         )
 
 

@@ -1,6 +1,7 @@
 """Faults of the transfer process.
 
-Owns which of its parts is wrapped for which place; how bytes move is the wrapped transfer's.
+Owns which of its parts is wrapped for which place, and the jobs that are frozen; how bytes move is
+the wrapped transfer's, how they are damaged `server.injection.damage`.
 """
 
 from __future__ import annotations
@@ -8,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pdtrace.clock import Clock
 from server.injection.fault import Fault, Place
 from server.injection.injector import Injector
 from server.injection.ports import FaultyInbox, FaultyOutbox, Sink, Source
 from server.kv.pool import PoolDescriptor
 from server.kv.transfer.base import KvTransfer, PageCopy, TransferEvent
-from server.kv.transfer.tcp import TcpTransfer
-from server.kv.transfer.tcp_receiver import Receiver
-from server.kv.transfer.tcp_sender import Sender
-from server.wire.messages import PoolRef
+from server.kv.transfer.jobs import JobTable
+from server.wire.messages import AnyMessage, CopyJob, PoolRef
 
 if TYPE_CHECKING:
     from server.kv.transfer.worker import TransferWorker
+
+STAGE = "transfer"
+"""The stage in which a transfer process holds requests."""
 
 
 class FaultyTransfer:
@@ -50,30 +54,6 @@ class FaultyTransfer:
         self._transfer.close()
 
 
-class FaultyTcpTransfer(TcpTransfer):
-    """A TCP transfer that raises where it sends or receives."""
-
-    def __init__(
-        self,
-        listen: str,
-        *,
-        secret: bytes,
-        copy_timeout_s: float,
-        clock: Clock,
-        injector: Injector,
-    ) -> None:
-        super().__init__(listen, secret=secret, copy_timeout_s=copy_timeout_s, clock=clock)
-        self._injector = injector
-
-    def _advance_sender(self, sender: Sender) -> None:
-        self._injector.call(Place.SENDER)
-        super()._advance_sender(sender)
-
-    def _advance_receiver(self, receiver: Receiver) -> None:
-        self._injector.call(Place.RECEIVER)
-        super()._advance_receiver(receiver)
-
-
 def faulty_transfer(transfer: KvTransfer, injector: Injector | None) -> KvTransfer:
     """`transfer` with faults in front of it."""
     return transfer if injector is None else FaultyTransfer(transfer, injector)
@@ -99,6 +79,50 @@ def disturb(worker: TransferWorker, injector: Injector | None, faults: Iterable[
     """Wrap the parts of `worker`, whose ports are faulty already, and arm `faults`."""
     if injector is None:
         return
+    frozen = FrozenJobs(worker.jobs, injector)
+    injector.watch(frozen)
+    handle = injector.handling(worker.handle)
+
+    def handle_freezable(message: AnyMessage, arrived_ns: int) -> None:
+        handle(frozen.freeze(message) if isinstance(message, CopyJob) else message, arrived_ns)
+
     worker.step = injector.loop(worker.step)
-    worker.handle = injector.handling(worker.handle)
+    worker.handle = handle_freezable
     injector.arm(faults)
+
+
+class FrozenJobs:
+    """The last copy jobs of handoffs, where a fault freezes their stage: they look as if their
+    request's own header held them."""
+
+    next_due_ns: int | None = None
+    """Nothing is due: the jobs hold themselves."""
+
+    def __init__(self, jobs: JobTable, injector: Injector) -> None:
+        self._jobs = jobs
+        self._injector = injector
+        self._handoffs: set[str] = set()
+        self._cleared = False
+
+    def freeze(self, message: CopyJob) -> CopyJob:
+        """`message`, held if a fault says so."""
+        context = message.context
+        ms = self._injector.stage(STAGE, context.request_id) if message.last else 0
+        if not ms:
+            return message
+        self._handoffs.add(context.handoff_id)
+        ms += message.faults.get(STAGE, 0)
+        return msgspec.structs.replace(message, faults={**message.faults, STAGE: ms})
+
+    def turn(self) -> None:
+        if not self._cleared:
+            return
+        self._cleared = False
+        for handoff_id in self._handoffs:
+            handoff = self._jobs.get(handoff_id)
+            for job in () if handoff is None else handoff.jobs:
+                job.held_until_ns = 0
+        self._handoffs.clear()
+
+    def clear(self) -> None:
+        self._cleared = True

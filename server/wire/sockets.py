@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +37,8 @@ from server.wire.messages import MAX_MESSAGE_BYTES, AnyMessage, WireError, decod
 
 INBOX_MESSAGES = 10_000
 OUTBOX_MESSAGES = 1_000
+OUTBOX_UNCONNECTED = 64
+"""Sockets of an outbox at whose other end nobody is, of about four descriptors each."""
 LINGER_S = 0.2
 _POLL_MS = 100  # how long a close waits for the I/O thread at most
 _FULL_PAUSE_S = 0.005
@@ -393,6 +395,9 @@ class Outbox:
     or the connection is lost and not yet made again, and when `endpoint` is on another host and
     there are no keys. True means queued, not delivered: a peer may
     die with messages in its queue, which deadlines must cover.
+
+    Peers come and go, each at an endpoint of its own: with OUTBOX_UNCONNECTED sockets that are not
+    connected, the one that was not used for longest is closed before another is opened.
     """
 
     def __init__(
@@ -407,7 +412,7 @@ class Outbox:
         self._linger_ms = round(linger_s * 1000)
         self._max_messages = max_messages
         self._context = zmq.Context[zmq.Socket[bytes]]()
-        self._peers: dict[str, _Peer] = {}
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()  # by last use
         self._owner: int | None = None
 
     def send(self, endpoint: str, message: AnyMessage) -> bool:
@@ -420,7 +425,10 @@ class Outbox:
             refusal = endpoint_refusal(endpoint, self._keys)
             if refusal is not None:
                 return self._refuse(endpoint, f"will not connect: {refusal}")
+            self._make_room()
             peer = self._peers[endpoint] = self._open(endpoint)
+        else:
+            self._peers.move_to_end(endpoint)
         _follow_connection(peer)
         if peer.connected is False:
             return self._refuse(endpoint)
@@ -480,6 +488,17 @@ class Outbox:
         monitor = push.get_monitor_socket(events)
         push.connect(endpoint)
         return _Peer(push, monitor)
+
+    def _make_room(self) -> None:
+        """Forget who is not there, so that descriptors cannot run out."""
+        if len(self._peers) < OUTBOX_UNCONNECTED:
+            return
+        for peer in self._peers.values():
+            _follow_connection(peer)
+        absent = [endpoint for endpoint, peer in self._peers.items() if not peer.connected]
+        if len(absent) >= OUTBOX_UNCONNECTED:
+            _logger.info("%s is forgotten: it is not connected and not used", absent[0])
+            self.forget(absent[0])
 
     def _refuse(self, endpoint: str, why: str = "") -> bool:
         num_refused = self.counters.refused.get(endpoint, 0) + 1

@@ -17,7 +17,21 @@ from hypothesis import strategies as st
 from pdtrace.propagation import RequestContext
 from pdtrace.stages import Mode
 from server.engine.base import ModelInfo, SamplingParams
-from server.injection.fault import Delay, Direction, Drop, Pause, Place, Raise, Reorder, Repeat
+from server.injection.fault import (
+    Corrupt,
+    Damage,
+    Delay,
+    Direction,
+    Drop,
+    Freeze,
+    Pause,
+    Place,
+    Raise,
+    Reorder,
+    Repeat,
+    ShiftClock,
+    Shrink,
+)
 from server.kv.layout import KvLayout
 from server.kv.pool import PoolDescriptor
 from server.wire.messages import (
@@ -221,7 +235,11 @@ MESSAGES: list[AnyMessage] = [
             Repeat(message="Tokens", ms=5),
             Reorder(message="PagesReserved"),
             Raise(at="prefill", place=Place.MESSAGE, message="Abort"),
+            Freeze(stage="decode.queue", ms=40, request="slow-"),
+            Corrupt(copy=Damage.ALTERED, nth=3),
             Pause(at="transfer-0", ms=2000, after_ms=100),
+            ShiftClock(at="decode", seconds=-2.5),
+            Shrink(at="decode", pages=500),
         ),
         clear=True,
         reply_to=GATEWAY,
@@ -372,7 +390,7 @@ GOLDEN: dict[str, str] = {
         "73616765a0a26279a86465636f64652d30"
     ),
     "InjectFaults": (
-        "5044540284a474797065ac496e6a6563744661756c7473a66661756c74739686a46b696e64a464726f70a261"
+        "5044540284a474797065ac496e6a6563744661756c7473a66661756c74739a86a46b696e64a464726f70a261"
         "74a86465636f64652d30a76d657373616765a8436f7079446f6e65a9646972656374696f6ea473656e74a36e"
         "746802a5636f756e74c087a46b696e64a564656c6179a26174a0a76d657373616765a748616e646f6666a964"
         "6972656374696f6ea87265636569766564a36e746801a5636f756e7401a26d73cd012c87a46b696e64a67265"
@@ -380,10 +398,14 @@ GOLDEN: dict[str, str] = {
         "746801a5636f756e7401a26d730587a46b696e64a772656f72646572a26174a0a76d657373616765ad506167"
         "65735265736572766564a9646972656374696f6ea87265636569766564a36e746801a5636f756e7401a26d73"
         "cd03e886a46b696e64a57261697365a26174a770726566696c6ca5706c616365a76d657373616765a36e7468"
-        "01a5636f756e7401a76d657373616765a541626f727484a46b696e64a57061757365a26174aa7472616e7366"
-        "65722d30a861667465725f6d7364a26d73cd07d0a5636c656172c3a87265706c795f746f83a8696e7374616e"
-        "6365a9676174657761792d30a8656e64706f696e74ac6970633a2f2f2f72756e2f67ab696e6361726e617469"
-        "6f6ea26363"
+        "01a5636f756e7401a76d657373616765a541626f727487a46b696e64a6667265657a65a26174a0a573746167"
+        "65ac6465636f64652e7175657565a26d7328a36e746801a5636f756e7401a772657175657374a5736c6f772d"
+        "85a46b696e64a7636f7272757074a26174a0a4636f7079a7616c7465726564a36e746803a5636f756e740184"
+        "a46b696e64a57061757365a26174aa7472616e736665722d30a861667465725f6d7364a26d73cd07d084a46b"
+        "696e64a5636c6f636ba26174a66465636f6465a861667465725f6d7300a77365636f6e6473cbc00400000000"
+        "000084a46b696e64a6736872696e6ba26174a66465636f6465a861667465725f6d7300a57061676573cd01f4"
+        "a5636c656172c3a87265706c795f746f83a8696e7374616e6365a9676174657761792d30a8656e64706f696e"
+        "74ac6970633a2f2f2f72756e2f67ab696e6361726e6174696f6ea26363"
     ),
     "FaultReport": (
         "5044540284a474797065ab4661756c745265706f7274a47065657283a8696e7374616e6365a86465636f6465"

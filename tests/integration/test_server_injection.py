@@ -5,12 +5,28 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from server.injection.fault import Delay, Direction, Drop, Pause, Place, Raise, Repeat
+from server.injection.fault import (
+    Corrupt,
+    Damage,
+    Delay,
+    Direction,
+    Drop,
+    Freeze,
+    Pause,
+    Place,
+    Raise,
+    Repeat,
+    ShiftClock,
+    Shrink,
+    name_of,
+)
 from tests.support.completions import Ask, ask
 from tests.support.injection import clear, inject, injected, wait_injected
 from tests.support.server import ROOT, RunningServer, running_server
@@ -153,6 +169,86 @@ def test_a_raise_in_a_requests_way_fails_it_with_its_reason(
     assert answer.status in (500, 502)
     assert answer.body["error"]["code"] == reason
     wait_injected(server, fault, before[f"raise.{fault.place}"] + 1)
+
+
+@pytest.mark.parametrize(
+    "stage", ["gateway.route", "hop.token", "prefill.compute", "transfer", "decode.first"]
+)
+def test_a_stage_can_be_frozen_in_any_process_and_let_go(server: RunningServer, stage: str) -> None:
+    """For an hour, had it not been cleared; other requests are served meanwhile."""
+    fault = Freeze(stage=stage, ms=3_600_000, request="frozen-")
+    before = injected(server)
+    inject(server, fault)
+    with ThreadPoolExecutor(1) as pool:
+        frozen = pool.submit(ask, server, Ask(prompt=stage, request_id=f"frozen-{stage}"))
+        wait_injected(server, fault, before[name_of(fault)] + 1)
+        assert ask(server, Ask(request_id="other")).status == 200
+        assert not frozen.done()
+        clear(server)
+        assert frozen.result().status == 200
+    assert frozen.result().text == ask(server, Ask(prompt=stage)).text
+
+
+@pytest.mark.parametrize("at", ["prefill", "decode"])
+def test_a_pool_can_be_shrunk_and_made_whole(server: RunningServer, at: str) -> None:
+    before = injected(server)
+    inject(server, Shrink(at=at, pages=100_000))
+    wait_injected(server, "shrink", before["shrink"] + 1)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(ask, server, Ask(prompt=f"waits for {at}", request_id="waits"))
+        time.sleep(0.3)
+        assert not waits.done()
+        clear(server)
+        assert waits.result().status == 200
+
+
+@pytest.mark.parametrize("damage", [Damage.SHORT, Damage.ALTERED])
+def test_a_damaged_copy_is_found_and_its_request_served_again(
+    server: RunningServer, damage: Damage
+) -> None:
+    fault = Corrupt(copy=damage)
+    before = injected(server)
+    inject(server, fault)
+    answer = ask(server, Ask(prompt="which text"))
+    assert answer.status == 200
+    assert answer.text == ask(server, Ask(prompt="which text")).text
+    assert injected(server)[name_of(fault)] == before[name_of(fault)] + 1
+    always = Corrupt(copy=damage, count=None)
+    inject(server, always)
+    assert ask(server, Ask(prompt="no text")).status == 502
+
+
+@pytest.mark.parametrize("at", ["prefill-0", "transfer-0", "decode-0"])
+@pytest.mark.parametrize("seconds", [5.0, -1.0])
+def test_a_clock_can_be_set_while_the_process_runs(
+    server: RunningServer, at: str, seconds: float
+) -> None:
+    before = injected(server, at=at)
+    inject(server, ShiftClock(at=at, seconds=seconds))
+    wait_injected(server, "clock", before["clock"] + 1, at=at)
+    assert f"the clock is set by {seconds:+g} s" in server.log(at)
+
+
+def test_a_clock_that_jumps_ends_the_waits_of_its_process_and_serving_goes_on(
+    server: RunningServer,
+) -> None:
+    """Minutes pass for decode alone: its deadlines are over, but it does not take others for dead,
+    as it would not after it was stopped itself."""
+    freeze = Freeze(at="decode", stage="decode.queue", ms=60_000, request="jump")
+    before = injected(server)
+    inject(server, freeze)
+    with ThreadPoolExecutor(1) as pool:
+        frozen = pool.submit(ask, server, Ask(prompt="jumps", request_id="jump"))
+        wait_injected(server, freeze, before[name_of(freeze)] + 1)
+        began_s = time.monotonic()
+        inject(server, ShiftClock(at="decode", seconds=300))
+        answer = frozen.result()
+        assert time.monotonic() - began_s < 50
+    assert answer.status == 504, answer.body
+    assert answer.body["error"]["code"] == "deadline_exceeded"
+    assert "decode.queue" in answer.body["error"]["message"]
+    assert all(report.armed == 0 for report in inject(server).values())
+    assert ask(server, Ask(prompt="jumps")).status == 200
 
 
 @pytest.mark.parametrize("at", ["gateway-0", "prefill-0", "transfer-0", "decode-0"])

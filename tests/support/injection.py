@@ -6,11 +6,31 @@ import time
 from collections import Counter
 
 from server.injection.client import FaultClient
-from server.injection.fault import Fault, name_of
+from server.injection.fault import Damage, Fault, name_of
+from server.injection.injector import Injector
+from server.kv.transfer.base import PageCopy
+from server.kv.transfer.memory import Abort, Delay, Fate, Script, copy_all
 from server.wire.messages import FaultReport
 from tests.support.server import RunningServer
 
 WAIT_S = 60.0
+
+
+def scripted(injector: Injector, script: Script = copy_all) -> Script:
+    """What a `MemoryTransfer` does where `injector` damages copies, and else `script` decides."""
+
+    def decide(copy: PageCopy) -> Fate | Delay | Abort:
+        match injector.copy(copy.handoff_id, copy.index):
+            case Damage.SHORT:
+                return Fate.SHORT
+            case Damage.ALTERED:
+                return Fate.CORRUPT
+            case Damage.NEVER:
+                return Fate.LOSE
+            case None:
+                return script(copy)
+
+    return decide
 
 
 def inject(server: RunningServer, *faults: Fault) -> dict[str, FaultReport]:

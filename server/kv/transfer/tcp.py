@@ -173,11 +173,13 @@ class TcpTransfer:
         )
         sender = self._senders.get(copy.address)
         if sender is None:
-            sender = Sender(copy.address, secret=self._secret, monotonic_ns=self._monotonic_ns)
-            self._senders[copy.address] = sender
+            sender = self._senders[copy.address] = self._make_sender(copy.address)
         self._unfinished.add(copy.handoff_id)
         sender.submit(item)
         self._select_for(sender)
+
+    def _make_sender(self, address: str) -> Sender:
+        return Sender(address, secret=self._secret, monotonic_ns=self._monotonic_ns)
 
     def _open(self, sender: Sender) -> None:
         try:

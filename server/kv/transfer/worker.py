@@ -20,15 +20,10 @@ from pdtrace.stopping import Stop, StopFlag, stop_on_signals
 from server.config import ProcessConfig
 from server.errors import StartError
 from server.heartbeat import HeartbeatThread, Progress
+from server.injection.damage import FaultyShmTransfer, FaultyTcpTransfer
 from server.injection.injector import Injector
 from server.injection.process import heartbeat_outbox, make_injector, recorder_class, refuse
-from server.injection.transfers import (
-    FaultyTcpTransfer,
-    disturb,
-    faulty_sink,
-    faulty_source,
-    faulty_transfer,
-)
+from server.injection.transfers import disturb, faulty_sink, faulty_source, faulty_transfer
 from server.kv.transfer.base import (
     Copied,
     CopyState,
@@ -133,7 +128,7 @@ class TransferWorker:
     def step(self, max_wait_s: float = IDLE_WAIT_S) -> None:
         """Receive, plan, start, copy, publish."""
         for received in self._inbox.drain():
-            self.handle(received.message, received.arrived_ns)
+            self._take(received.message, received.arrived_ns)
         now_ns = self._now_ns()
         plan = plan_copies(self.jobs.waiting(), self.jobs.running(), now_ns)
         self._record_waits(plan, now_ns)
@@ -153,6 +148,22 @@ class TransferWorker:
         self._publish()
 
     # -- receive ------------------------------------------------------------------------------
+
+    def _take(self, message: AnyMessage, arrived_ns: int) -> None:
+        """Take in one message. One that raises is lost alone; a copy job takes its handoff along,
+        whose legs would wait for it."""
+        try:
+            self.handle(message, arrived_ns)
+        except Exception as error:  # a request boundary: those behind it are taken in
+            _logger.exception("%s failed", type(message).__name__)
+            if isinstance(message, CopyJob):
+                self._fail_job(message, arrived_ns, _defect(error))
+
+    def _fail_job(self, message: CopyJob, arrived_ns: int, failure: Failure) -> None:
+        handoff_id = message.context.handoff_id
+        if self.jobs.is_over(handoff_id) or handoff_id in self._askers:
+            return
+        self._give_up(self.jobs.get(handoff_id) or self._open(message, arrived_ns), failure)
 
     def handle(self, message: AnyMessage, arrived_ns: int) -> None:
         """Take in one message."""
@@ -176,14 +187,7 @@ class TransferWorker:
         if self.jobs.is_over(handoff_id) or handoff_id in self._askers:
             self.ignored["late"] += 1
             return
-        handoff = self.jobs.get(handoff_id)
-        if handoff is None:
-            handoff = TransferHandoff(
-                first=message,
-                trace=self._recorder.begin(message.context, at_ns=arrived_ns),
-                touched_ns=arrived_ns,
-            )
-            self.jobs.open(handoff)
+        handoff = self.jobs.get(handoff_id) or self._open(message, arrived_ns)
         if message.index < handoff.next_index:
             self.ignored["duplicate"] += 1
             return
@@ -209,6 +213,15 @@ class TransferWorker:
                     f"copy job {message.index} came, job {first} was expected",
                 ),
             )
+
+    def _open(self, message: CopyJob, arrived_ns: int) -> TransferHandoff:
+        handoff = TransferHandoff(
+            first=message,
+            trace=self._recorder.begin(message.context, at_ns=arrived_ns),
+            touched_ns=arrived_ns,
+        )
+        self.jobs.open(handoff)
+        return handoff
 
     def _hold(self, message: CopyJob, arrived_ns: int) -> int:
         delay_ms = message.faults.get(_FAULT_STAGE, 0) if self.config.settings.allow_faults else 0
@@ -483,7 +496,7 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
     stop = StopFlag() if stop is None else stop
     with contextlib.ExitStack() as stack:
         clock = process_clock(config)
-        injector = make_injector(config)
+        injector = make_injector(config, clock)
         transfer = faulty_transfer(_make_transfer(config, clock, injector), injector)
         stack.callback(transfer.close)
         stack.enter_context(stop_on_signals(stop, transfer.wake))
@@ -545,8 +558,11 @@ def _defect(error: Exception) -> Failure:
 
 
 def _make_transfer(config: ProcessConfig, clock: Clock, injector: Injector | None) -> KvTransfer:
+    verify = config.settings.verify_copies
+    if config.settings.transfer == "shm" and injector is not None:
+        return FaultyShmTransfer(verify=verify, clock=clock, injector=injector)
     if config.settings.transfer == "shm":
-        return ShmTransfer(verify=config.settings.verify_copies, clock=clock)
+        return ShmTransfer(verify=verify, clock=clock)
     if config.transfer_address is None:
         raise StartError(f"{config.instance} has no transfer_address, TCP transfer needs one")
     address, secret = config.transfer_address, shared_secret(config.settings.run_path)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pdtrace.clock import SYSTEM_CLOCK, take_anchor
+from pdtrace.clock import SYSTEM_CLOCK, Clock, take_anchor
 from pdtrace.testing import FakeClock
-from server.clock_fault import ClockFault, ShiftedClock, make_clock, parse_clock_faults
+from server.clock_fault import (
+    ClockFault,
+    SettableClock,
+    ShiftedClock,
+    make_clock,
+    parse_clock_faults,
+)
 from server.config import ProcessConfig, Settings
 from server.errors import StartError
 from server.recording import process_clock
@@ -59,23 +69,69 @@ def test_without_a_fault_the_clock_is_the_system_s_own() -> None:
     assert make_clock(None) is SYSTEM_CLOCK
 
 
-def test_only_the_named_process_is_shifted() -> None:
-    settings = Settings(allow_faults=True, clock_faults={"decode-0": ClockFault(offset_s=5)})
-    clocks = {
-        instance: process_clock(
-            ProcessConfig(
-                settings=settings,
-                role=instance.partition("-")[0],
-                instance=instance,
-                incarnation="1",
-                endpoint="ipc:///x",
-                gateway_endpoint="ipc:///g",
-            )
+def clock_of(instance: str, settings: Settings) -> Clock:
+    return process_clock(
+        ProcessConfig(
+            settings=settings,
+            role=instance.partition("-")[0],
+            instance=instance,
+            incarnation="1",
+            endpoint="ipc:///x",
+            gateway_endpoint="ipc:///g",
         )
-        for instance in ("decode-0", "prefill-0", "gateway-0")
-    }
-    assert isinstance(clocks["decode-0"], ShiftedClock)
-    assert clocks["prefill-0"] is clocks["gateway-0"] is SYSTEM_CLOCK
+    )
+
+
+def test_only_the_named_process_is_shifted() -> None:
+    settings = Settings(allow_faults=True, clock_faults={"decode-0": ClockFault(offset_s=500)})
+    shifted, other = (clock_of(instance, settings) for instance in ("decode-0", "prefill-0"))
+    assert 400 * S < shifted.monotonic_ns() - time.monotonic_ns() < 600 * S
+    assert abs(other.monotonic_ns() - time.monotonic_ns()) < 100 * S
+
+
+def test_without_allowed_faults_every_process_has_the_system_s_clock() -> None:
+    assert clock_of("decode-0", Settings()) is SYSTEM_CLOCK
+
+
+def test_a_clock_that_is_set_shows_both_times_ahead() -> None:
+    true = FakeClock()
+    clock = SettableClock(true)
+    for ahead_s, shift_s in ((0, 0), (30, 30), (31.5, 1.5)):
+        clock.shift(shift_s)
+        assert clock.monotonic_ns() - true.monotonic_ns() == round(ahead_s * S)
+        assert clock.wall_ns() - true.wall_ns() == round(ahead_s * S)
+        true.advance(s=7)
+
+
+@given(shifts=st.lists(st.tuples(st.floats(-50, 50), st.floats(0, 20)), max_size=12))
+def test_a_clock_that_is_set_never_runs_back(shifts: list[tuple[float, float]]) -> None:
+    true = FakeClock()
+    clock = SettableClock(true)
+    wall_ahead_ns = true.wall_ns() - true.monotonic_ns()
+    shown_ns = clock.monotonic_ns()
+    ahead_ns = 0
+    for shift_s, then_s in shifts:
+        clock.shift(shift_s)
+        ahead_ns += round(shift_s * S)
+        true.advance(s=then_s)
+        assert clock.monotonic_ns() >= shown_ns
+        assert clock.wall_ns() - clock.monotonic_ns() == wall_ahead_ns
+        shown_ns = clock.monotonic_ns()
+    true.advance(s=1000)
+    assert clock.monotonic_ns() == true.monotonic_ns() + ahead_ns
+
+
+def test_a_clock_that_was_set_back_stands_still_for_as_long() -> None:
+    true = FakeClock()
+    clock = SettableClock(true)
+    clock.shift(-2)
+    still_ns = clock.monotonic_ns()
+    assert still_ns == true.monotonic_ns()
+    true.advance(s=1.5)
+    assert clock.monotonic_ns() == still_ns
+    true.advance(s=1)
+    assert clock.monotonic_ns() == still_ns + S // 2
+    assert clock.wall_ns() - true.wall_ns() == -2 * S
 
 
 def test_faults_survive_the_way_to_the_process() -> None:

@@ -6,14 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.injection.fault import (
+    Corrupt,
+    Damage,
     Delay,
     Direction,
     Drop,
     Fault,
+    Freeze,
     MessageFault,
     Pause,
     Place,
     Raise,
+    ShiftClock,
+    Shrink,
 )
 from server.injection.plan import FaultPlan
 
@@ -27,7 +32,7 @@ def armed(*faults: Fault, instance: str = "decode-0", role: str = "decode") -> F
     return plan
 
 
-def fates(plan: FaultPlan, name: str, times: int) -> list[MessageFault | Raise | None]:
+def fates(plan: FaultPlan, name: str, times: int) -> list[MessageFault | None]:
     hits = [plan.message(RECEIVED, name) for _ in range(times)]
     return [None if hit is None else hit.fault for hit in hits]
 
@@ -84,6 +89,36 @@ def test_calls_count_by_place_and_by_what_they_deal_with() -> None:
     assert plan.num_armed == 0
 
 
+def test_stages_count_requests_whose_ids_begin_as_said() -> None:
+    plan = armed(Freeze(stage="decode.queue", ms=7, nth=2, request="slow-"))
+    seen = (
+        ("decode.queue", "slow-1"),
+        ("decode.queue", "fast-1"),
+        ("decode.first", "slow-1"),
+        ("decode.queue", "slow-2"),
+        ("decode.queue", "slow-3"),
+    )
+    assert [plan.stage(*what) is not None for what in seen] == [False, False, False, True, False]
+    assert not plan.hits_stages
+
+
+def test_copies_count_in_the_order_of_their_start() -> None:
+    faults = (Corrupt(copy=Damage.SHORT, nth=2), Corrupt(copy=Damage.ALTERED, nth=2, count=2))
+    plan = armed(*faults, instance="transfer-0", role="transfer")
+    hits = [plan.copy() for _ in range(4)]
+    assert [hit and hit.fault for hit in hits] == [None, *faults, None]
+    assert plan.num_armed == 0
+
+
+def test_a_fault_is_armed_only_where_it_can_act() -> None:
+    faults = (Corrupt(copy=Damage.NEVER), ShiftClock(seconds=1), Shrink(pages=1), Pause(ms=1))
+    num_armed = {
+        role: armed(*faults, instance=f"{role}-0", role=role).num_armed
+        for role in ("gateway", "prefill", "transfer", "decode", "worker")
+    }
+    assert num_armed == {"gateway": 1, "prefill": 3, "transfer": 3, "decode": 3, "worker": 3}
+
+
 def test_timed_faults_are_due_once_in_the_order_of_their_instants() -> None:
     late, early = Pause(ms=1, after_ms=20), Pause(ms=2, after_ms=10)
     plan = armed(late, early)
@@ -97,8 +132,13 @@ def test_timed_faults_are_due_once_in_the_order_of_their_instants() -> None:
 
 
 def test_clearing_disarms_everything() -> None:
-    plan = armed(Drop(message="Handoff"), Raise(place=Place.STEP), Pause(ms=1))
-    assert plan.num_armed == 3
+    plan = armed(
+        Drop(message="Handoff"),
+        Raise(place=Place.STEP),
+        Pause(ms=1),
+        Freeze(stage="decode.queue", ms=1),
+    )
+    assert plan.num_armed == 4
     plan.clear()
     assert plan.num_armed == 0
     assert plan.message(RECEIVED, "Handoff") is None

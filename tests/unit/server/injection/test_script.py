@@ -10,18 +10,24 @@ import pytest
 from server.config import Settings
 from server.errors import StartError
 from server.injection.fault import (
+    Corrupt,
+    Damage,
     Delay,
     Direction,
     Drop,
     Fault,
+    Freeze,
     Pause,
     Place,
     Raise,
     Reorder,
     Repeat,
+    ShiftClock,
+    Shrink,
     name_of,
 )
 from server.injection.script import parse_faults, read_faults
+from tests.support.server import ROOT
 
 EVERY_KIND: tuple[Fault, ...] = (
     Drop(at="decode", message="CopyDone", nth=2, count=None),
@@ -29,7 +35,11 @@ EVERY_KIND: tuple[Fault, ...] = (
     Repeat(message="Tokens"),
     Reorder(at="prefill-0", message="PagesReserved", ms=20),
     Raise(place=Place.MESSAGE, message="Abort", count=3),
+    Freeze(at="decode-0", stage="decode.queue", ms=40, nth=2, count=None, request="slow-"),
+    Corrupt(at="transfer", copy=Damage.ALTERED, nth=3),
     Pause(ms=2000, after_ms=100),
+    ShiftClock(at="decode", seconds=-2.5),
+    Shrink(at="prefill", pages=500, after_ms=100),
 )
 
 
@@ -55,7 +65,11 @@ def test_names_say_what_is_hit() -> None:
         "repeat.Tokens",
         "reorder.PagesReserved",
         "raise.message",
+        "freeze.decode.queue",
+        "corrupt.altered",
         "pause",
+        "clock",
+        "shrink",
     ]
 
 
@@ -81,6 +95,13 @@ def test_names_say_what_is_hit() -> None:
         ),
         ('[{"kind": "drop", "message": "InjectFaults"}]', r"fault 1.message: 'InjectFaults' is no"),
         ('[{"kind": "drop", "mesage": "Handoff"}]', r"fault 1: Object contains unknown field"),
+        (
+            '[{"kind": "freeze", "stage": "decode.nap", "ms": 1}]',
+            r"fault 1.stage: 'decode.nap' cannot be held, expected one of decode.first",
+        ),
+        ('[{"kind": "clock", "seconds": 1e7}]', r"fault 1.seconds: Expected `float` <= 1000000"),
+        ('[{"kind": "shrink", "pages": 0}]', r"fault 1.pages: Expected `int` >= 1"),
+        ('[{"kind": "corrupt", "copy": "blue"}]', r"fault 1.copy: Invalid enum value 'blue'"),
         ('[{"kind": "raise", "place": "nowhere"}]', r"fault 1.place: Invalid enum value 'nowhere'"),
         (
             '[{"kind": "drop", "message": "Handoff", "direction": "up"}]',
@@ -111,6 +132,33 @@ def test_settings_take_faults_of_processes_that_there_are(at: str) -> None:
 def test_settings_refuse_faults_of_other_processes(at: str) -> None:
     with pytest.raises(StartError, match=rf"fault 2 \(pause\): at is '{at}', expected one of dec"):
         Settings(allow_faults=True, faults=(Drop(message="Abort"), Pause(at=at, ms=1)))
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (ShiftClock(at="gateway", seconds=1), "decode, decode-0, prefill, prefill-0, transfer, tr"),
+        (Shrink(at="transfer-0", pages=1), "decode, decode-0, prefill, prefill-0$"),
+        (Corrupt(at="decode", copy=Damage.SHORT), "transfer, transfer-0$"),
+    ],
+)
+def test_settings_refuse_faults_of_processes_that_cannot_have_them(
+    fault: Fault, expected: str
+) -> None:
+    with pytest.raises(StartError, match=rf"at is '{fault.at}', expected one of {expected}"):
+        Settings(allow_faults=True, faults=(fault,))
+
+
+def test_settings_refuse_faults_that_nobody_can_have() -> None:
+    faults = (Pause(ms=1), Corrupt(copy=Damage.SHORT))
+    with pytest.raises(StartError, match=r"fault 2 \(corrupt\): no process here can have it"):
+        Settings(allow_faults=True, mode="colocated", faults=faults)
+
+
+def test_the_example_is_a_file_for_a_server_as_it_comes() -> None:
+    faults = read_faults(ROOT / "examples" / "02_faults.json")
+    assert Settings(allow_faults=True, faults=faults).faults == faults
+    assert len({type(fault) for fault in faults}) == len(EVERY_KIND)
 
 
 def test_settings_refuse_faults_unless_they_are_allowed() -> None:

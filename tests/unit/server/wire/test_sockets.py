@@ -27,7 +27,7 @@ from server.wire.messages import (
     WireError,
     encode,
 )
-from server.wire.sockets import AsyncInbox, Inbox, Outbox, Received
+from server.wire.sockets import OUTBOX_UNCONNECTED, AsyncInbox, Inbox, Outbox, Received
 
 TRANSFER = Peer(instance="transfer-0", endpoint="ipc:///run/t", incarnation="dd")
 
@@ -50,6 +50,10 @@ def eventually(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "condition was not met in time"
         time.sleep(0.002)
+
+
+def num_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 @pytest.fixture
@@ -250,6 +254,35 @@ def test_forget_drops_what_was_queued(sock_dir: Path, outbox: Outbox) -> None:
     assert received.message == drained("new")
     assert inbox.get(0.05) is None
     inbox.close()
+
+
+def test_sockets_to_who_is_not_there_are_bounded(
+    sock_dir: Path, inbox: Inbox, outbox: Outbox
+) -> None:
+    assert outbox.send(inbox.endpoint, drained("first"))
+    assert inbox.get(10) is not None
+
+    def absent(number: int) -> str:
+        return f"{IPC}{sock_dir}/absent-{number}"
+
+    for number in range(OUTBOX_UNCONNECTED):
+        outbox.send(absent(number), drained("queued"))
+    before = num_descriptors()
+    outbox.send(absent(0), drained("queued too"))
+    for number in range(OUTBOX_UNCONNECTED, 2 * OUTBOX_UNCONNECTED - 1):
+        outbox.send(absent(number), drained("queued"))
+    eventually(lambda: num_descriptors() <= before, 30.0)
+
+    # Who was connected stays so, however long ago it was used; so does who was used last.
+    late = Inbox(absent(0))
+    assert ids([late.get(10), late.get(10)]) == ["queued", "queued too"]
+    late.close()
+    forgotten = Inbox(absent(1))
+    assert outbox.send(forgotten.endpoint, drained("new"))
+    assert ids([forgotten.get(10)]) == ["new"]
+    forgotten.close()
+    assert outbox.send(inbox.endpoint, drained("last"))
+    assert ids([inbox.get(10)]) == ["last"]
 
 
 def test_close_lets_queued_messages_leave(sock_dir: Path, inbox: Inbox) -> None:
