@@ -174,11 +174,15 @@ class _Assembly:
             elif failure is not None and evidence.is_open(stage, attempt):
                 end = evidence.closing(stage, attempt, begin)
                 if end is not None:
-                    draft = self._draft(plan, attempt, self._owner(stage, end), begin, end.t_ns)
+                    draft = self._draft(
+                        plan, attempt, self._owner(stage, attempt, end), begin, end.t_ns
+                    )
                     draft.conclude(end, guilty=stage is attempt.active)
             elif evidence.is_going_on(stage, attempt):
                 end = evidence.given_up(stage, attempt, begin) or evidence.end
-                draft = self._draft(plan, attempt, self._owner(stage, end), begin, end.t_ns)
+                draft = self._draft(
+                    plan, attempt, self._owner(stage, attempt, end), begin, end.t_ns
+                )
                 draft.conclude(end, guilty=True)
 
     def _draft_answer(self) -> None:
@@ -223,9 +227,10 @@ class _Assembly:
             while draft.ends_shown_at() in chain_ends:
                 draft.gap_ns += CHAIN_GAP_NS
 
-    def _owner(self, stage: Stage, end: End) -> Leg:
-        """The process that would have recorded the end mark, where it recorded anything."""
-        for stamp in reversed(self.evidence.stamps):
+    def _owner(self, stage: Stage, attempt: Attempt, end: End) -> Leg:
+        """The process that would have recorded the end mark, where it recorded anything of the
+        attempt: another attempt may have had another one, or its successor."""
+        for stamp in reversed(attempt.stamps):
             if stamp.role in stage.roles:
                 return stamp.leg
         return end.leg

@@ -21,7 +21,7 @@ from pdtrace.check import check_recording
 from pdtrace.clock import ClockAnchor
 from pdtrace.ring.records import MarkRecord, Value
 from pdtrace.semconv import AttrType
-from pdtrace.spans import Span, SpanKind, StatusCode, Trace
+from pdtrace.spans import Resource, Span, SpanKind, StatusCode, Trace
 from pdtrace.stages import CHAINS, MARKS, STAGE_BY_NAME, STAGES, Mark, Mode, Role
 from tests.support.marked_requests import (
     DECODE,
@@ -523,6 +523,9 @@ def test_retry_is_a_second_attempt_linked_to_the_first() -> None:
             MarkRecord(mark=m.mark, key=2, attempt=2, t_ns=m.t_ns + 10 * MS, values=m.values)
             for m in leg.marks
         ]
+        # Its successor, by the same name.
+        another = Resource(attributes={**leg.process.resource.attributes, "process.pid": 4711})
+        leg.process = dataclasses.replace(leg.process, resource=another)
     gateway = next(leg for leg in first.legs if leg.process.role is GATEWAY)
     abort = aborted(GATEWAY, 9_000, "failed", "worker_lost", "prefill-0")
     done = completed(31_000, "completed", "", "", 200)
@@ -545,6 +548,7 @@ def test_retry_is_a_second_attempt_linked_to_the_first() -> None:
         (one.span_id, StatusCode.ERROR),
         (two.span_id, StatusCode.UNSET),
     ]
+    assert [s.resource.attributes.get("process.pid") == 4711 for s in computes] == [False, True]
     assert len([s for s in spans if s.name in ("gateway.ingest", "gateway.queue")]) == 2
 
 
