@@ -24,6 +24,7 @@ from server.engine.loader import EngineConfig
 from server.errors import StartError
 from server.readiness import ReadyPipe
 from server.serve import serve
+from server.wire.curve import CurveKeys
 from server.wire.endpoints import EndpointDirectory
 from server.wire.messages import AnyMessage, Cancel, Heartbeat, HeartbeatAck, LegClosed, Peer
 from server.wire.sockets import Inbox, Outbox
@@ -118,8 +119,8 @@ def test_mail_for_the_predecessor_at_the_address_is_not_obeyed(
 
     inboxes: list[Inbox] = []
 
-    def kept_inbox(endpoint: str, *, clock: Clock) -> Inbox:
-        inboxes.append(Inbox(endpoint, clock=clock))
+    def kept_inbox(endpoint: str, *, clock: Clock, keys: CurveKeys | None) -> Inbox:
+        inboxes.append(Inbox(endpoint, clock=clock, keys=keys))
         return inboxes[0]
 
     def load_while_mail_arrives(_: EngineConfig) -> FakeEngine:
