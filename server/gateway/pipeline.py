@@ -62,6 +62,7 @@ from server.gateway.relay import OutputStream
 from server.gateway.responder import Responder, StreamResponder, WholeResponder
 from server.gateway.retry import may_retry
 from server.gateway.routing import PairChoice, RouteRequest
+from server.log_fields import logged
 from server.tokenizer import Tokenizer
 from server.wire.messages import Peer, TokenItem
 
@@ -168,7 +169,7 @@ class Gateway:
             stage_began_ns=received_ns,
             send=send,
             headers=headers,
-            responder=Responder(send, headers),
+            responder=Responder(send, headers, timeout_s=self.settings.clients.unread_s),
             queue_left_s=self.settings.deadlines.gateway_queue_s,
         )
 
@@ -198,7 +199,9 @@ class Gateway:
             self._record_end(call, Outcome.FAILED, SHUTTING_DOWN, GATEWAY)
             raise
         except Exception:  # a request boundary
-            _logger.exception("request_id=%s failed in the gateway", call.context.request_id)
+            _logger.exception(
+                "request_id=%s failed in the gateway", logged(call.context.request_id)
+            )
             await self._fail(call, RequestError("The server failed to handle the request."))
         finally:
             if watcher is not None:
@@ -367,7 +370,7 @@ class Gateway:
         call.mailbox.clear()
         _logger.warning(
             "request_id=%s trace_id=%s attempt=%d ended reason=%s by=%s: tries again",
-            call.context.request_id,
+            logged(call.context.request_id),
             call.context.trace_id,
             call.context.attempt,
             failure.code,
@@ -546,11 +549,16 @@ class Gateway:
             fingerprint=f"fp_{self.model.fingerprint[:12]}",
             include_usage=request.include_usage,
         )
+        timeout_s = self.settings.clients.unread_s
         if request.stream:
             return StreamResponder(
-                call.send, call.headers, bodies=bodies, include_usage=request.include_usage
+                call.send,
+                call.headers,
+                bodies=bodies,
+                include_usage=request.include_usage,
+                timeout_s=timeout_s,
             )
-        return WholeResponder(call.send, call.headers, bodies=bodies)
+        return WholeResponder(call.send, call.headers, bodies=bodies, timeout_s=timeout_s)
 
 
 def _mode(settings: Settings) -> Mode:
@@ -587,7 +595,7 @@ def _log_end(call: Call, outcome: Outcome, reason: str | None, seconds: float) -
     _logger.info(
         "request_id=%s trace_id=%s outcome=%s reason=%s status=%s prompt_tokens=%d "
         "output_tokens=%d attempts=%d seconds=%.4f first_token=%s %s",
-        call.context.request_id,
+        logged(call.context.request_id),
         call.context.trace_id,
         outcome.value,
         reason or "-",
