@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from server.client_limits import NAMES, parse_client_limits
 from server.clock_fault import parse_clock_faults
 from server.config import WITHOUT_EFFECT, Settings, flag
 from server.errors import StartError
@@ -169,6 +170,14 @@ def up(
         int,
         typer.Option(help="Further attempts of a request whose worker failed before it answered."),
     ] = DEFAULTS.max_retries,
+    client_limits: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME=VALUE,...",
+            help=f"Time, bytes and connections that clients may take: {', '.join(NAMES)}. See "
+            "docs/operations.md.",
+        ),
+    ] = "",
     gap_threshold_s: Annotated[
         float, typer.Option(help="Seconds between two tokens that count as a gap.")
     ] = DEFAULTS.gap_threshold_s,
@@ -269,6 +278,7 @@ def up(
             max_concurrency=max_concurrency,
             max_queue=max_queue,
             max_retries=max_retries,
+            clients=parse_client_limits(client_limits),
             gap_threshold_s=gap_threshold_s,
             api_key=api_key,
             allow_faults=allow_faults,

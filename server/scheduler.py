@@ -29,6 +29,7 @@ from server.heartbeat import Progress
 from server.injection.process import refuse
 from server.kv.pages import PageAllocator
 from server.legs import LegT, LegTable
+from server.log_fields import logged
 from server.loop_log import Doing, LoopLog
 from server.recording import record_round_trip
 from server.request import Ending
@@ -439,7 +440,7 @@ class Scheduler(ABC, Generic[LegT]):
         self.answer(leg.gateway, leg.handoff_id, leg.ending)
         _logger.info(
             "request_id=%s trace_id=%s handoff_id=%s outcome=%s reason=%s seconds=%.3f",
-            leg.request_id,
+            logged(leg.request_id),
             leg.context.trace_id,
             leg.handoff_id,
             leg.ending.outcome,

@@ -13,7 +13,6 @@ from starlette.types import Receive
 from server.errors import InvalidRequest
 from server.gateway.errors import ClientGone
 
-BODY_TIMEOUT_S = 60.0
 LINGER_BYTES = 64 * 1024 * 1024
 LINGER_S = 5.0
 
@@ -24,6 +23,17 @@ class BodyTooLarge(InvalidRequest):
     def __init__(self, limit: int) -> None:
         super().__init__(
             f"The request body is larger than {limit} bytes.", code="body_too_large", status=413
+        )
+
+
+class BodyTooSlow(InvalidRequest):
+    """408."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(
+            f"The request body did not arrive within {timeout_s:g} s.",
+            code="request_timeout",
+            status=408,
         )
 
 
@@ -57,10 +67,9 @@ def check_headers(headers: Mapping[str, str], *, limit: int) -> None:
         raise BodyTooLarge(limit)
 
 
-async def read_body(receive: Receive, *, limit: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
-    """The whole body. Raises BodyTooLarge, ClientGone, or InvalidRequest (408) when it is slow."""
-    chunks: list[bytes] = []
-    size = 0
+async def read_body(receive: Receive, *, limit: int, timeout_s: float) -> bytearray:
+    """The whole body. Raises BodyTooLarge, BodyTooSlow or ClientGone."""
+    body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             while True:
@@ -68,18 +77,13 @@ async def read_body(receive: Receive, *, limit: int, timeout_s: float = BODY_TIM
                 if message["type"] == "http.disconnect":
                     raise ClientGone("The client closed the connection.")
                 chunk: bytes = message.get("body", b"")
-                size += len(chunk)
-                if size > limit:
+                if len(body) + len(chunk) > limit:
                     raise BodyTooLarge(limit)
-                chunks.append(chunk)
+                body += chunk
                 if not message.get("more_body", False):
-                    return b"".join(chunks)
+                    return body
     except TimeoutError as error:
-        raise InvalidRequest(
-            f"The request body did not arrive within {timeout_s:g} s.",
-            code="request_timeout",
-            status=408,
-        ) from error
+        raise BodyTooSlow(timeout_s) from error
 
 
 async def discard_body(receive: Receive) -> None:

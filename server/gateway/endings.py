@@ -11,6 +11,7 @@ import time
 from pdtrace.stages import Mark, Outcome
 from server.gateway.call import NS_PER_S, Call
 from server.gateway.metrics import GatewayMetrics
+from server.log_fields import logged
 
 _logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ def end_attempt(
     _count_attempt(call, outcome, metrics)
     _logger.warning(
         "request_id=%s trace_id=%s attempt=%d outcome=%s reason=%s by=%s: tries again",
-        call.context.request_id,
+        logged(call.context.request_id),
         call.context.trace_id,
         call.context.attempt,
         outcome.value,
@@ -68,7 +69,7 @@ def _log_end(call: Call, outcome: Outcome, reason: str | None, seconds: float) -
     _logger.info(
         "request_id=%s trace_id=%s outcome=%s reason=%s status=%s prompt_tokens=%d "
         "output_tokens=%d attempts=%d seconds=%.4f first_token=%s %s",
-        call.context.request_id,
+        logged(call.context.request_id),
         call.context.trace_id,
         outcome.value,
         reason or "-",

@@ -159,7 +159,9 @@ class GenerationRequest:
     include_usage: bool
 
 
-def parse_request(operation: Operation, body: bytes, *, served_name: str) -> GenerationRequest:
+def parse_request(
+    operation: Operation, body: bytes | bytearray, *, served_name: str
+) -> GenerationRequest:
     """The request in `body`. Raises InvalidRequest naming the offending field."""
     raw = _decode_json(body)
     # First what the caller asked for and cannot get: it explains more than a type error would.
@@ -204,7 +206,7 @@ def parse_request(operation: Operation, body: bytes, *, served_name: str) -> Gen
     )
 
 
-def _decode_json(body: bytes) -> dict[str, Any]:
+def _decode_json(body: bytes | bytearray) -> dict[str, Any]:
     if not body.strip():
         raise InvalidRequest("The request body is empty, expected a JSON object.")
     try:

@@ -63,6 +63,7 @@ from server.gateway.relay import OutputStream
 from server.gateway.responder import Responder, StreamResponder, WholeResponder
 from server.gateway.retry import may_retry
 from server.gateway.routing import PairChoice, RouteRequest
+from server.log_fields import logged
 from server.tokenizer import Tokenizer
 from server.wire.messages import Peer, TokenItem
 
@@ -169,7 +170,7 @@ class Gateway:
             stage_began_ns=received_ns,
             send=send,
             headers=headers,
-            responder=Responder(send, headers),
+            responder=Responder(send, headers, timeout_s=self.settings.clients.unread_s),
             queue_left_s=self.settings.deadlines.gateway_queue_s,
         )
 
@@ -199,7 +200,9 @@ class Gateway:
             end_request(call, Outcome.FAILED, SHUTTING_DOWN, GATEWAY, self.metrics)
             raise
         except Exception:  # a request boundary
-            _logger.exception("request_id=%s failed in the gateway", call.context.request_id)
+            _logger.exception(
+                "request_id=%s failed in the gateway", logged(call.context.request_id)
+            )
             await self._fail(call, RequestError("The server failed to handle the request."))
         finally:
             if watcher is not None:
@@ -513,11 +516,16 @@ class Gateway:
             fingerprint=f"fp_{self.model.fingerprint[:12]}",
             include_usage=request.include_usage,
         )
+        timeout_s = self.settings.clients.unread_s
         if request.stream:
             return StreamResponder(
-                call.send, call.headers, bodies=bodies, include_usage=request.include_usage
+                call.send,
+                call.headers,
+                bodies=bodies,
+                include_usage=request.include_usage,
+                timeout_s=timeout_s,
             )
-        return WholeResponder(call.send, call.headers, bodies=bodies)
+        return WholeResponder(call.send, call.headers, bodies=bodies, timeout_s=timeout_s)
 
 
 def _mode(settings: Settings) -> Mode:

@@ -16,9 +16,6 @@ from server.errors import Overloaded, RequestError
 from server.gateway.errors import CLIENT_STALLED, ClientGone, QueueTimedOut
 from server.gateway.openai_bodies import DONE, Bodies, Usage, error_body, event, json_bytes
 
-SEND_TIMEOUT_S = 30.0
-"""How long a client may leave its socket full before it counts as gone."""
-
 RawHeaders = Sequence[tuple[bytes, bytes]]
 _SSE_HEADERS: RawHeaders = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -30,12 +27,11 @@ _SSE_HEADERS: RawHeaders = (
 class Responder:
     """One response. `status` is None until the status line is written.
 
-    headers   identity of the request; sent with every status line
+    headers     identity of the request; sent with every status line
+    timeout_s   how long the client may leave its socket full before it counts as gone
     """
 
-    def __init__(
-        self, send: Send, headers: RawHeaders, *, timeout_s: float = SEND_TIMEOUT_S
-    ) -> None:
+    def __init__(self, send: Send, headers: RawHeaders, *, timeout_s: float) -> None:
         self._send = send
         self._headers = list(headers)
         self._timeout_s = timeout_s
@@ -117,7 +113,7 @@ class StreamResponder(Responder):
         *,
         bodies: Bodies,
         include_usage: bool,
-        timeout_s: float = SEND_TIMEOUT_S,
+        timeout_s: float,
     ) -> None:
         super().__init__(send, headers, timeout_s=timeout_s)
         self._bodies = bodies
@@ -152,7 +148,7 @@ class WholeResponder(Responder):
         headers: RawHeaders,
         *,
         bodies: Bodies,
-        timeout_s: float = SEND_TIMEOUT_S,
+        timeout_s: float,
     ) -> None:
         super().__init__(send, headers, timeout_s=timeout_s)
         self._bodies = bodies

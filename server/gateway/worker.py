@@ -24,9 +24,10 @@ from server.config import ProcessConfig
 from server.engine.loader import load_model_info
 from server.errors import StartError
 from server.gateway.cluster import Mail
+from server.gateway.connections import Connections, affordable
 from server.gateway.http import create_app
 from server.gateway.pipeline import Gateway
-from server.gateway.protocol import GatewayProtocol
+from server.gateway.protocol import protocol_class
 from server.injection.gateways import disturb, faulty_inbox, faulty_mail
 from server.injection.ports import AsyncSource
 from server.injection.process import make_injector, recorder_class
@@ -37,9 +38,8 @@ from server.wire.curve import load_keys
 from server.wire.messages import Heartbeat, HeartbeatAck, Peer
 from server.wire.sockets import AsyncInbox, Outbox
 
-KEEP_ALIVE_S = 65  # longer than the usual 60 s of load balancers, so that they close first
 HTTP_STOP_S = 2
-MAX_HEAD_BYTES = 64 * 1024
+NEVER_S = 24 * 3600
 STOP_GRACE_S = 5.0
 
 _logger = logging.getLogger(__name__)
@@ -105,10 +105,12 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, gateway: Gateway, *, on_start: Callable[[], None] = lambda: None) -> None:
         self._on_start = on_start
+        limits = gateway.settings.clients
+        table = Connections(affordable(limits.max_connections), gateway.metrics.registry)
         super().__init__(
             uvicorn.Config(
                 create_app(gateway),
-                http=GatewayProtocol,
+                http=protocol_class(limits, table),
                 ws="none",
                 lifespan="off",
                 loop="asyncio",
@@ -116,8 +118,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_keep_alive=NEVER_S,  # `protocol` closes idle connections, and counts them
                 timeout_graceful_shutdown=HTTP_STOP_S,
             )
         )

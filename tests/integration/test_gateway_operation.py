@@ -248,24 +248,6 @@ async def test_finished_request_is_one_log_line_without_its_text(
     assert "SECRET" not in line
 
 
-async def test_slow_head_and_silent_connection_are_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from server.gateway.protocol import GatewayProtocol
-
-    monkeypatch.setattr(GatewayProtocol, "head_timeout_s", 0.2)
-    async with gateway_under_test(tmp_path) as g:
-        for first in (b"", b"POST /v1/completions HTTP/1.1\r\n"):
-            reader, writer = await asyncio.open_connection(*g.address)
-            writer.write(first)
-            async with asyncio.timeout(5):
-                assert await reader.read() == b""
-            writer.close()
-        # A stream that is longer than that is none of its business.
-        g.decode.script = speak("abcde", gap_s=0.1)
-        assert (await g.complete(stream=True)).status_code == 200
-
-
 async def test_roles_of_marks_are_the_gateways(tmp_path: Path) -> None:
     async with gateway_under_test(tmp_path) as g:
         await g.complete()

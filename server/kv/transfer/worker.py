@@ -39,6 +39,7 @@ from server.kv.transfer.policy import COPIES_PER_ROUTE, CopyPlan, JobView, plan_
 from server.kv.transfer.secret import shared_secret
 from server.kv.transfer.shm import ShmTransfer
 from server.kv.transfer.tcp import TcpTransfer
+from server.log_fields import logged
 from server.readiness import announce_ready
 from server.recording import open_recorder, process_clock, record_round_trip
 from server.round_trips import RoundTrips
@@ -322,7 +323,7 @@ class TransferWorker:
             context = handoff.first.context
             _logger.info(
                 "request_id=%s trace_id=%s handoff_id=%s outcome=completed jobs=%d bytes=%d",
-                context.request_id,
+                logged(context.request_id),
                 context.trace_id,
                 context.handoff_id,
                 message.index + 1,
@@ -380,7 +381,7 @@ class TransferWorker:
         _logger.log(
             level,
             "request_id=%s trace_id=%s handoff_id=%s outcome=%s reason=%s: %s",
-            handoff.first.context.request_id,
+            logged(handoff.first.context.request_id),
             handoff.first.context.trace_id,
             handoff.handoff_id,
             outcome,

@@ -73,7 +73,7 @@ def test_error_in_a_stream_is_an_event_and_done() -> None:
 
 def test_whole_answer_is_written_at_the_end_and_only_then() -> None:
     async def scenario(wire: Wire) -> None:
-        responder = WholeResponder(wire.send, [], bodies=bodies())
+        responder = WholeResponder(wire.send, [], bodies=bodies(), timeout_s=5)
         assert not await responder.write("ab")
         assert not await responder.write("c")
         assert wire.messages == []
@@ -100,7 +100,7 @@ def test_client_that_does_not_read_is_gone() -> None:
 
 def test_responder_of_an_unparsed_request_can_fail() -> None:
     wire = Wire()
-    asyncio.run(Responder(wire.send, []).fail(InvalidRequest("no", param="p")))
+    asyncio.run(Responder(wire.send, [], timeout_s=5).fail(InvalidRequest("no", param="p")))
     assert wire.statuses == [400]
     assert b'"param":"p"' in wire.body
 
@@ -122,13 +122,13 @@ def part(data: bytes, *, more: bool) -> dict[str, Any]:
 
 def test_body_is_read_whole_within_its_limit() -> None:
     receive = chunks(part(b"ab", more=True), part(b"c", more=False))
-    assert asyncio.run(read_body(receive, limit=3)) == b"abc"
+    assert asyncio.run(read_body(receive, limit=3, timeout_s=5)) == b"abc"
 
 
 def test_body_beyond_its_limit_is_refused_at_once() -> None:
     receive = chunks(part(b"ab", more=True), part(b"cd", more=True))
     with pytest.raises(BodyTooLarge) as refusal:
-        asyncio.run(read_body(receive, limit=3))
+        asyncio.run(read_body(receive, limit=3, timeout_s=5))
     assert refusal.value.http_status == 413
 
 
@@ -137,7 +137,7 @@ def test_slow_body_is_408_and_a_client_that_leaves_is_gone() -> None:
         asyncio.run(read_body(chunks(part(b"a", more=True)), limit=9, timeout_s=0.02))
     assert slow.value.http_status == 408
     with pytest.raises(ClientGone):
-        asyncio.run(read_body(chunks({"type": "http.disconnect"}), limit=9))
+        asyncio.run(read_body(chunks({"type": "http.disconnect"}), limit=9, timeout_s=5))
 
 
 def test_rest_of_a_refused_body_is_dropped() -> None:
