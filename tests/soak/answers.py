@@ -1,4 +1,4 @@
-"""What a client makes of the bytes that it got: how its request ended, and with which text. Pure."""
+"""What a client makes of the bytes that it got: how its request ended, with which text. Pure."""
 
 from __future__ import annotations
 

@@ -39,9 +39,11 @@ class Happened:
 class Report:
     """Everything that a soak found.
 
-    unexpected   failures where none may be: None where faults were made
-    before       what processes used at rest before anything happened
-    traces       request ids in the recording
+    ignored       messages without effect, by series of the gateway's metrics
+    before        what processes used at rest before anything happened
+    traced        request ids in the recording
+    without_end   those of them whose end it does not tell
+    unexplained   what else it lacks without saying why
     """
 
     seed: int
@@ -53,11 +55,13 @@ class Report:
     not_idle: Sequence[str] = ()
     pages_leaked: Mapping[str, int] = field(default_factory=dict[str, int])
     damage: Sequence[str] = ()
+    ignored: Mapping[str, float] = field(default_factory=dict[str, float])
     wrong_afterwards: Sequence[str] = ()
     before: Mapping[str, Use] = field(default_factory=dict[str, Use])
     after: Mapping[str, Use] = field(default_factory=dict[str, Use])
     exit_code: int | None = None
     traced: frozenset[str] = frozenset()
+    without_end: Sequence[str] = ()
     unexplained: Sequence[str] = ()
     load_errors: str = ""
 
@@ -133,6 +137,7 @@ class Report:
         )
         expect_none("processes have grown", self.grown())
         expect_none("answered requests without a trace", self.untraced)
+        expect_none("recorded requests without an end", self.without_end)
         expect_none("rules that the recording breaks without a cause", self.unexplained)
         if not any(request.end is End.COMPLETED for request in self.requests):
             found.append("no request was completed")
@@ -165,6 +170,7 @@ class Report:
             "wrong_outputs": len(self.wrong) + len(self.wrong_afterwards),
             "stuck_requests": len(self.stuck),
             "pages_leaked": sum(self.pages_leaked.values()),
+            "ignored": dict(self.ignored),
             "traced": len(self.traced),
             "untraced": len(self.untraced),
             "unexplained": list(self.unexplained),

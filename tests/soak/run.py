@@ -45,13 +45,15 @@ PROGRESS_S = 5.0
 class Scenario:
     """A soak.
 
-    seconds         how long the load goes on
-    every_s         mean time between two faults; None: nothing goes wrong
-    seed            of all chances but those of the machine
+    seconds    how long the load goes on
+    requests   it goes on no longer than until so many are over
+    every_s    mean time between two faults; None: nothing goes wrong
+    seed       of all chances but those of the machine
     """
 
     settings: Settings
     seconds: float
+    requests: int | None = None
     seed: int
     every_s: float | None = 4.0
     habits: Habits = field(default_factory=Habits)
@@ -99,6 +101,7 @@ def run_soak(scenario: Scenario, say: Callable[[str], None]) -> Report:
             not_idle=not_idle,
             pages_leaked=aftermath.pages_leaked(run_dir),
             damage=aftermath.damage(server),
+            ignored=aftermath.ignored(server),
             wrong_afterwards=_ask_again(server, asked, texts),
             before=before,
             after=_at_rest(server),
@@ -107,8 +110,13 @@ def run_soak(scenario: Scenario, say: Callable[[str], None]) -> Report:
         say("stopping the server")
         report.exit_code = server.stop()
     say("reading the recording")
-    report.traced = _traced(run_dir)
-    report.unexplained = aftermath.unexplained(aftermath.check_report(run_dir))
+    ends = _traced(run_dir)
+    report.traced = frozenset(ends)
+    report.without_end = [request_id for request_id, outcome in ends.items() if not outcome]
+    report.unexplained = aftermath.unexplained(
+        aftermath.check_report(run_dir),
+        allowed=aftermath.EXPLAINED | {aftermath.NAMED},
+    )
     return report
 
 
@@ -139,6 +147,8 @@ def _make_mischief(
     spoken_s = begun_s
     try:
         while (now_s := time.monotonic()) < end_s and load.is_running:
+            if scenario.requests is not None and len(load.ended) >= scenario.requests:
+                break
             culprit.go_on()
             if next_s <= now_s < last_s:
                 assert scenario.every_s is not None
@@ -204,14 +214,14 @@ def _at_rest(server: RunningServer) -> dict[str, Use]:
     return dict(use_of_server(server.run_dir, server.process.pid))
 
 
-def _traced(run_dir: Path) -> frozenset[str]:
-    """Request ids of all roots in the recording."""
-    return frozenset(
-        str(span.attributes[a.REQUEST_ID.key])
+def _traced(run_dir: Path) -> dict[str, str]:
+    """Outcome of every request in the recording, by its id; empty where none was recorded."""
+    return {
+        str(span.attributes[a.REQUEST_ID.key]): str(span.attributes.get(a.OUTCOME.key, ""))
         for trace in read_source(run_dir).traces
         for span in trace.spans
         if span.attributes.get(a.SPAN.key) == ROOT_SPAN
-    )
+    }
 
 
 # -- processes ------------------------------------------------------------------------------------

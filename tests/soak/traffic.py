@@ -1,7 +1,7 @@
 """The requests of a soak: a fixed set of prompts, of which each one sent is one.
 
-Owns sizes and chances; knows nothing of HTTP. Few prompts, asked again and again: each has one right
-answer, and the prefix cache is used.
+Owns sizes and chances; knows nothing of HTTP. Few prompts, asked again and again: each has one
+right answer, and the prefix cache is used.
 """
 
 from __future__ import annotations

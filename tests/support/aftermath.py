@@ -30,6 +30,8 @@ from tests.support.server import ROOT
 WAIT_S = 60.0
 EXPLAINED = frozenset({"lost", "processes"})
 """Rules of `pdtrace check` that a recording breaks by telling of a process that died."""
+NAMED = "complete"
+"""The rule that it breaks by telling what it lacks, such as the end of who stood still."""
 PROBE = Ask(prompt="Is everybody well?", max_tokens=12, request_id="probe")
 _IDLE_AT_ZERO = (Gauge.RUNNING, Gauge.WAITING, Gauge.RESERVING, Gauge.TRANSFERRING, Gauge.IN_FLIGHT)
 _HELD = (Gauge.KV_PAGES_USED, Gauge.KV_PAGES_RESERVED, Gauge.HELD_PAGES, Gauge.COPY_JOBS_WAITING)
@@ -147,8 +149,16 @@ def damage(server: Recording) -> list[str]:
         for line in path.read_text(errors="replace").splitlines()
         if re.search(r"not whole|not closed properly|IntegrityError", line)
     ]
-    ignored = _series(server, "pd_messages_ignored")
-    return found + [series for series, value in ignored.items() if "integrity" in series and value]
+    return found + [series for series in ignored(server) if "integrity" in series]
+
+
+def ignored(server: Recording) -> dict[str, float]:
+    """Messages that were without effect, by series: who ignored which of them, and why."""
+    everybody = {
+        **_series(server, "pd_messages_ignored_total"),
+        **_series(server, "pd_gateway_ignored_messages_total"),
+    }
+    return {series: value for series, value in everybody.items() if value}
 
 
 def _series(server: Recording, name: str) -> dict[str, float]:
