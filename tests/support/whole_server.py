@@ -273,6 +273,18 @@ class Client:
     def right_text(self) -> str:
         return TOKENIZER.decode(MODEL.expected_tokens(self.prompt, self.max_tokens))
 
+    @property
+    def ending(self) -> str:
+        """In a word: the status, the code of an error, or why there is none."""
+        if self.cut_off:
+            return "the gateway's death"
+        if not self.ended:
+            return "its client's leaving"
+        if self.status != 200:
+            return f"{self.status} {json.loads(self.body)['error']['code']}"
+        errors = [e for e in self.events if e != "[DONE]" and "error" in e] if self.stream else []
+        return f"200 and {errors[0]['error']['code']}" if errors else "200"
+
     def check(self) -> None:
         """What came is right so far; fails where it is not. One status, one end, no other text."""
         assert sum("status" in m for m in self.messages) <= 1

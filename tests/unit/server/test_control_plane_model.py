@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -27,7 +28,7 @@ from hypothesis.stateful import (
 
 from server.config import COLOCATED, Settings
 from server.gateway import cluster, pipeline
-from tests.support.whole_server import GATEWAY, Client, WholeServer, scarce_settings
+from tests.support.whole_server import GATEWAY, WholeServer, scarce_settings
 
 EXAMPLES = int(os.environ.get("PDTRACE_MODEL_EXAMPLES", "60"))
 STEPS = 30
@@ -39,12 +40,39 @@ SHAPES: dict[str, Settings] = {
     "pd, early": scarce_settings(first_token="prefill"),
     "colocated": scarce_settings(mode=COLOCATED, workers=2),
 }
-LENGTHS = (1, 3, 4, 5, 8, 13, 30)
-numbers = st.integers(0, 1 << 16)
+MAX_KILLS = 3
+NUMBERS = st.integers(0, 1 << 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a client asks for. Few beginnings, so that prefixes are shared."""
+
+    length: int
+    first: int
+    max_tokens: int
+    stream: bool
+
+    @property
+    def prompt(self) -> list[int]:
+        return [(self.first + 7 * i) % 200 for i in range(self.length)]
+
+
+WISHES = st.lists(
+    st.builds(
+        Wish,
+        length=st.sampled_from((1, 3, 4, 5, 8, 13, 30)),
+        first=st.integers(1, 3),
+        max_tokens=st.integers(1, 12),
+        stream=st.booleans(),
+    ),
+    min_size=1,
+    max_size=4,
+)
 
 
 class ControlPlane(RuleBasedStateMachine):
-    """A server, and what is done to it. `numbers` choose among what is there."""
+    """A server, and what is done to it. `NUMBERS` choose among what is there."""
 
     server: WholeServer
 
@@ -52,10 +80,12 @@ class ControlPlane(RuleBasedStateMachine):
         super().__init__()
         self._directory = Path(tempfile.mkdtemp(prefix="pdtrace-model-"))
         self._patch = pytest.MonkeyPatch()
+        self._kills = 0
 
-    @initialize(shape=st.sampled_from(sorted(SHAPES)))
-    def begin(self, shape: str) -> None:
+    @initialize(shape=st.sampled_from(sorted(SHAPES)), wishes=WISHES)
+    def begin(self, shape: str, wishes: list[Wish]) -> None:
         self.server = WholeServer(self._directory, SHAPES[shape], self._patch_time)
+        self._ask(wishes)
 
     def _patch_time(self, fake: Any) -> None:
         for module in (cluster, pipeline):
@@ -63,107 +93,87 @@ class ControlPlane(RuleBasedStateMachine):
 
     # -- clients ------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.server.gateway is not None)
-    @rule(
-        length=st.sampled_from(LENGTHS),
-        first=st.integers(1, 3),
-        max_tokens=st.integers(1, 12),
-        stream=st.booleans(),
-    )
-    def ask(self, length: int, first: int, max_tokens: int, stream: bool) -> None:
-        prompt = [(first + 7 * i) % 200 for i in range(length)]
-        self.server.ask(prompt, max_tokens, stream=stream)
+    @rule(wishes=WISHES)
+    def ask(self, wishes: list[Wish]) -> None:
+        self._ask(wishes)
 
-    @precondition(lambda self: self._open())
-    @rule(which=numbers)
+    def _ask(self, wishes: list[Wish]) -> None:
+        if self.server.gateway is not None:
+            for wish in wishes:
+                self.server.ask(wish.prompt, wish.max_tokens, stream=wish.stream)
+
+    @rule(which=NUMBERS)
     def leave(self, which: int) -> None:
-        clients = self._open()
-        clients[which % len(clients)].left.set()
-        self.server.loop.settle()
-
-    def _open(self) -> list[Client]:
-        return [client for client in self.server.clients if not client.is_over]
+        clients = [client for client in self.server.clients if not client.is_over]
+        if clients:
+            clients[which % len(clients)].left.set()
+            self.server.loop.settle()
 
     # -- messages -----------------------------------------------------------------------------
 
-    @precondition(lambda self: self.server.post.channels())
-    @rule(which=numbers)
-    def deliver_one(self, which: int) -> None:
-        self.server.deliver(self._channel(which))
-
-    @precondition(lambda self: self.server.post.channels())
-    @rule(which=numbers)
-    def lose(self, which: int) -> None:
-        self.server.post.take(self._channel(which))
-
-    @precondition(lambda self: self.server.post.channels())
-    @rule(which=numbers)
-    def hold_back(self, which: int) -> None:
-        channel = self._channel(which)
-        self.server.post.held.append((channel, self.server.post.take(channel)))
-
-    @precondition(lambda self: self.server.post.channels())
-    @rule(which=numbers)
-    def repeat_later(self, which: int) -> None:
-        channel = self._channel(which)
-        self.server.post.held.append((channel, self.server.post.waiting[channel][0]))
-
-    @precondition(lambda self: self.server.post.channels())
-    @rule(which=numbers)
-    def reorder(self, which: int) -> None:
-        self.server.post.waiting[self._channel(which)].rotate(-1)
-
-    @rule()
-    def release_held(self) -> None:
-        self.server.post.release_held()
-
-    def _channel(self, which: int) -> tuple[str, str]:
-        channels = self.server.post.channels()
-        return channels[which % len(channels)]
+    @rule(which=NUMBERS, what=st.sampled_from(("deliver", "lose", "hold", "repeat", "reorder")))
+    def meddle(self, which: int, what: str) -> None:
+        post = self.server.post
+        channels = post.channels()
+        if not channels:
+            return
+        channel = channels[which % len(channels)]
+        match what:
+            case "deliver":
+                self.server.deliver(channel)
+            case "lose":
+                post.take(channel)
+            case "hold":
+                post.held.append((channel, post.take(channel)))
+            case "repeat":
+                post.held.append((channel, post.waiting[channel][0]))
+            case _:
+                post.waiting[channel].rotate(-1)
 
     # -- processes ----------------------------------------------------------------------------
 
-    @rule(which=numbers, noticed=st.booleans(), again=st.booleans())
+    @precondition(lambda self: self._kills < MAX_KILLS)
+    @rule(which=NUMBERS, noticed=st.booleans(), again=st.booleans())
     def kill(self, which: int, noticed: bool, again: bool) -> None:
-        alive = [name for name in (GATEWAY, *self.server.workers) if self.server.is_up(name)]
-        if alive:
-            instance = alive[which % len(alive)]
-            self.server.kill(instance, noticed=noticed)
-            if again:
-                self.server.start(instance)
+        alive = [name for name in (*self.server.workers, GATEWAY) if self.server.is_up(name)]
+        instance = alive[which % len(alive)]
+        self._kills += 1
+        self.server.kill(instance, noticed=noticed)
+        if again:
+            self.server.start(instance)
 
-    @precondition(lambda self: self.server.post.down)
-    @rule()
-    def start(self) -> None:
-        self.server.start(min(self.server.post.down))
-
-    @rule(which=numbers)
+    @rule(which=NUMBERS)
     def freeze_or_thaw(self, which: int) -> None:
         processes = sorted(self.server.processes.items())
-        if processes:
-            _, process = processes[which % len(processes)]
-            process.frozen = not process.frozen
+        _, process = processes[which % len(processes)]
+        process.frozen = not process.frozen
 
     # -- time ---------------------------------------------------------------------------------
 
-    @rule(which=numbers)
+    @rule(which=NUMBERS)
     def one_turns(self, which: int) -> None:
         """A process goes on with what it has, while nothing is delivered."""
         processes = sorted(self.server.processes.items())
-        if processes:
-            _, process = processes[which % len(processes)]
-            if not process.frozen:
-                process.step()
+        _, process = processes[which % len(processes)]
+        if not process.frozen:
+            process.step()
 
-    @rule(turns=st.integers(1, 6))
+    @rule(turns=st.integers(1, 12))
     def all_turn(self, turns: int) -> None:
         for _ in range(turns):
             self.server.turn(ms=2.0)
 
     @rule(ms=st.sampled_from((100, 600, 1500, 4000)))
     def wait(self, ms: int) -> None:
+        """Whoever is down comes back meanwhile, and so does what was held back."""
         for _ in range(ms // 50):
             self.server.turn(ms=50.0)
+        self._bring_back()
+
+    def _bring_back(self) -> None:
+        for instance in sorted(self.server.post.down):
+            self.server.start(instance)
+        self.server.post.release_held()
 
     # -- what must hold -----------------------------------------------------------------------
 
@@ -187,13 +197,13 @@ class ControlPlane(RuleBasedStateMachine):
         server = self.server
         for process in server.processes.values():
             process.frozen = False
-        for instance in sorted(server.post.down):
-            server.start(instance)
-        server.post.release_held()
+        self._bring_back()
         for _ in range(20):  # a second: everybody hears of everybody
             server.turn(ms=50.0)
         server.run(until=lambda: not server.what_is_open(), limit_s=LONG_S, turn_ms=50.0)
         server.check()
+        for client in server.clients:
+            event(f"a request ended with {client.ending}")
         probe = server.ask([9, 8, 7, 6, 5], 6, stream=True)
         server.run(until=lambda: probe.is_over, limit_s=10.0)
         assert (probe.status, probe.text) == (200, probe.right_text)
