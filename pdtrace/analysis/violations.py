@@ -359,9 +359,15 @@ def _outside(placement: Placement, outcome: Outcome | None) -> Iterator[_Breach]
     if placement.root is None:
         return
     slack = _slack(placement)
+    last = max((item.attempt for item in placement.chain), default=1)
     for item in placement.placed:
-        # Pages outlive the answer, and workers notice an abort after the client does.
-        may_outlive = item.stage.name not in _CHAIN_NAMES or outcome is not Outcome.COMPLETED
+        # Pages outlive the answer, and workers notice an abort after the client does; one that
+        # stood still notices that an attempt was given up when the next one is long over.
+        may_outlive = (
+            item.stage.name not in _CHAIN_NAMES
+            or outcome is not Outcome.COMPLETED
+            or item.attempt < last
+        )
         late = item.end - placement.length
         if item.begin < -slack:
             by, message = (
