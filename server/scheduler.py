@@ -25,6 +25,7 @@ from server.config import ProcessConfig
 from server.engine.base import Engine
 from server.errors import IntegrityError
 from server.gateway_watch import GatewayWatch
+from server.gauges import Gauges, ProgressGauge
 from server.heartbeat import Progress
 from server.injection.process import refuse
 from server.kv.pages import PageAllocator
@@ -124,6 +125,10 @@ class Scheduler(ABC, Generic[LegT]):
         self._again = False  # something came free: plan once more before waiting
         self._steps = 0
         self._was_idle = True
+        self._gauges = Gauges(
+            ports.recorder, Gauge.KV_PAGES_TOTAL, Gauge.KV_PAGES_FREE, Gauge.IN_FLIGHT, Gauge.STEPS
+        )
+        self._progress_gauge = ProgressGauge(ports.recorder)
 
     @abstractmethod
     def step(self, max_wait_s: float = IDLE_WAIT_S) -> None:
@@ -536,12 +541,9 @@ class Scheduler(ABC, Generic[LegT]):
         self.flush()
         busy = len(self.legs) > 0
         tick_ns = self._ports.progress.tick(busy=busy, load=self.report(), ignored=self.ignored)
-        recorder = self._recorder
-        recorder.gauge(Gauge.KV_PAGES_TOTAL, self.allocator.num_pages)
-        recorder.gauge(Gauge.KV_PAGES_FREE, self.allocator.num_free)
-        recorder.gauge(Gauge.IN_FLIGHT, len(self.legs))
-        recorder.gauge(Gauge.STEPS, self._steps)
-        recorder.gauge(Gauge.LAST_PROGRESS_NS, tick_ns)
+        allocator = self.allocator
+        self._gauges.show(allocator.num_pages, allocator.num_free, len(self.legs), self._steps)
+        self._progress_gauge.show(tick_ns)
         if not busy and not self._was_idle:
             try:
                 self.check_integrity()

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -27,7 +27,7 @@ from pdtrace.analysis.recent import recent_requests
 from pdtrace.assembly.collected import CollectedRequest, Process, Stuck
 from pdtrace.assembly.orderly import OrderlySpans
 from pdtrace.assembly.request_spans import assemble_lazily
-from pdtrace.assembly.steps import StepPolicy, StepWatch, is_step, step_delivery
+from pdtrace.assembly.steps import StepPolicy, StepWatch, are_step_keys, step_delivery
 from pdtrace.assembly.tracker import DEFAULT_GRACE_NS, DEFAULT_MAX_OPEN, RequestTracker
 from pdtrace.errors import PdtraceError
 from pdtrace.export.delivery import TRACES_NAME, Delivery
@@ -37,7 +37,7 @@ from pdtrace.inflight import InFlight, Look
 from pdtrace.live.process_view import needed_by
 from pdtrace.live.stuck import RollingStageTimes, StuckPolicy, StuckWatch, rest_of
 from pdtrace.logtext import one_line
-from pdtrace.otlp.json_lines import decode_line
+from pdtrace.otlp.json_lines import SpanHead, decode_heads
 from pdtrace.ring.losses import STATE_NAME, Losses
 from pdtrace.ring.records import StepRecord
 from pdtrace.spans import AttrValue, Span
@@ -58,6 +58,9 @@ _ROUND_S = 0.5
 
 _AT_ONCE = 128
 """Requests whose spans are in memory at a time."""
+
+_RECALLED_AT_ONCE = 64
+"""Delivered requests that are looked at before it is asked whether that is enough."""
 
 _LOOK_AT_ONCE = 1_000
 """Requests looked at while the loop may not go on."""
@@ -190,6 +193,10 @@ class Agent:
         self._times = RollingStageTimes()
         self._watch = StuckWatch(self.config.stuck)
         self._steps = StepWatch(self.config.steps)
+        self._enough: Callable[[], bool] = lambda: False
+        self._recalling: Iterator[None] | None = None
+        """What former agents delivered and this one has not looked at yet."""
+        self._recalls_all = False
         self._known_steps: set[str] = set()
         """Spans of passes that a former agent delivered, and that may be read again."""
         self._tracker = RequestTracker(
@@ -212,7 +219,7 @@ class Agent:
             floor=self._state.sink,
             losses=self._state.losses,
             choose=self._choose_step,
-            again=lambda: self._remember_delivered(None),
+            again=self._recall_all,
         )
 
     # -- the loop ----------------------------------------------------------------------------
@@ -222,6 +229,10 @@ class Agent:
 
         enough  asked every few milliseconds: once it says so the rest is left to the next call
         """
+        self._enough = enough
+        if not self._recall():
+            self._polled_s = time.monotonic()
+            return 0
         before = self._tails.counts.records
         now_ns = time.monotonic_ns()
         # What is finished is handed on before more is read: what waits in a ring takes no memory.
@@ -267,7 +278,7 @@ class Agent:
             return lambda: stop.is_set() or time.monotonic() >= until_s
 
         self.poll(enough=soon())
-        if not self._tails.counts.rings:
+        if not self._tails.counts.rings and self._recalling is None:
             _log.info("no ring to read in %s yet", self._tails.directory)
         while not stop.is_set():
             if self.poll(enough=soon()):
@@ -276,7 +287,7 @@ class Agent:
                 interval_s = min(interval_s * 1.5, self.config.idle_poll_s)
             if until_closed and self._tails.num_finished and self.is_drained:
                 break
-            if self._tails.at_end and not self._tracker.num_done:
+            if self._tails.at_end and not self._tracker.num_done and self._recalling is None:
                 stop.wait(interval_s)
         self._told_to_stop_s = time.monotonic()
         last_words_s = self._told_to_stop_s + min(self.config.grace_s, self.config.flush_s / 2)
@@ -301,7 +312,8 @@ class Agent:
     @property
     def is_drained(self) -> bool:
         """Whether every ring found is finished and no request is in flight."""
-        return not self._tails.num_live and not self._tracker.num_open
+        is_quiet = not self._tails.num_live and not self._tracker.num_open
+        return is_quiet and self._recalling is None
 
     def close(self) -> AgentSummary:
         """Flushes, within what is left of `flush_s`, and lets go of everything; returns the totals.
@@ -309,7 +321,8 @@ class Agent:
 
         Requests in flight stay in their rings: the next agent with the same `out` goes on.
         """
-        if self._state_path is not None:
+        # One that was stopped before it knew what is delivered leaves the state of the last one.
+        if self._state_path is not None and self._recalling is None:
             try:
                 self._keep_house()
             except AgentError as error:
@@ -574,7 +587,7 @@ class Agent:
         self._state = state
         self._watch.restore(state.reported)
         self._tracker.remember_stuck(state.reported)
-        self._remember_delivered(state.sink)
+        self._recalling = self._remember_delivered(state.sink)
 
     def _with_uncounted(self, state: _State, since: SinkPosition) -> Losses:
         """The losses with the requests that an agent delivered after it wrote its state, before it
@@ -582,12 +595,12 @@ class Agent:
         requests = incomplete = 0
         for line in self._delivery.lines_since(since):
             try:
-                spans = decode_line(line)
+                spans = decode_heads(line)
             except ValueError:
                 continue
-            if spans and not is_step(spans[0]):
+            if spans and not are_step_keys(keys := spans[0].keys):
                 requests += 1
-                incomplete += a.INCOMPLETE.key in spans[0].attributes
+                incomplete += a.INCOMPLETE.key in keys
         losses = state.losses
         return msgspec.structs.replace(
             losses,
@@ -595,17 +608,36 @@ class Agent:
             incomplete=losses.incomplete + incomplete,
         )
 
-    def _remember_delivered(self, since: SinkPosition | None) -> None:
-        """Requests and steps that the files have behind `since` are not delivered again."""
+    def _remember_delivered(self, since: SinkPosition | None) -> Iterator[None]:
+        """Requests and steps that the files have behind `since` are not delivered again. Yields
+        after each."""
         for line in self._delivery.lines_since(since):
             try:
-                spans = decode_line(line)
+                spans = decode_heads(line)
             except ValueError:
                 continue  # not ours; readers say so
-            if spans and is_step(spans[0]):
+            if spans and are_step_keys(spans[0].keys):
                 self._known_steps.update(span.span_id for span in spans)
             else:
                 self._tracker.remember_finished(_request_span_ids(spans))
+            yield
+
+    def _recall(self) -> bool:
+        """Goes on with that; whether it is done. A request in flight for long makes it long."""
+        if self._recalling is None:
+            return True
+        for count, _ in enumerate(self._recalling, 1):
+            if count % _RECALLED_AT_ONCE == 0 and self._enough():
+                return False
+        self._recalling = None
+        return True
+
+    def _recall_all(self) -> bool:
+        """The same for all that was ever delivered."""
+        if not self._recalls_all:
+            self._recalls_all = True
+            self._recalling = self._remember_delivered(None)
+        return self._recall()
 
     def _keep_house(self) -> None:
         """Writes the state, then deletes the rings that it no longer needs, and drafts of rings.
@@ -656,11 +688,11 @@ class Agent:
         return True
 
 
-def _request_span_ids(spans: Iterable[Span]) -> set[str]:
+def _request_span_ids(spans: Iterable[SpanHead]) -> set[str]:
     """Ids by which a request's records are known: of its root and its attempts."""
     ids: set[str] = set()
     for span in spans:
-        if a.SPAN.key in span.attributes:
+        if a.SPAN.key in span.keys:
             ids.add(span.span_id)
         elif span.parent_id is not None:
             ids.add(span.parent_id)

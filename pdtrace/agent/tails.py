@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import resource
 import sys
@@ -49,6 +50,13 @@ _MANY = 1_000
 """Finished requests whose first position may be kept behind one that is in flight for long."""
 
 _DRAFT_KEPT_S = 60.0
+
+_SETTLED_S = 2.0
+"""A folder that has changed may change again without that its time of change tells: file systems
+keep it as whole ticks, some as whole seconds. Until then it is listed whenever it is looked at."""
+
+_THOROUGH_S = 1.0
+"""Nothing is taken for unchanged for longer, neither the folder nor a ring in it."""
 
 _FOR_A_WHILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Errors of this host, not of a ring."""
@@ -102,6 +110,8 @@ class _Tail:
 
     at_end     the last read found nothing further
     caught_up  it has been there once: what is read from then on, no former agent has seen
+    has_more   whether there seemed to be something to read when the writer was last looked at
+    gave       whether the last read gave anything: a writer that records is alive
     """
 
     reader: RingReader
@@ -112,6 +122,8 @@ class _Tail:
     seen_alive: bool = False
     at_end: bool = False
     caught_up: bool = False
+    has_more: bool = True
+    gave: bool = False
     missed: int = 0
     torn: int = 0
     unknown: int = 0
@@ -159,7 +171,7 @@ class RingTails:
     losses  what former agents found to be lost
     choose  whether a forward pass is to become a span; asked once for each, by ring and process
     again   called before a ring whose known state cannot be is read from its begin: the tracker has
-            to learn of all that was ever finished
+            to learn of all that was ever finished. Whether it has; until then the ring waits
     counts  totals
     lock    held while the tracker changes: who asks the tracker from another thread holds it
     """
@@ -173,7 +185,7 @@ class RingTails:
         floor: SinkPosition | None = None,
         losses: Losses | None = None,
         choose: Callable[[str, Process, StepRecord], bool] | None = None,
-        again: Callable[[], None] | None = None,
+        again: Callable[[], bool] | None = None,
     ) -> None:
         self.counts = TailCounts()
         self.directory = Path(directory)
@@ -193,6 +205,10 @@ class RingTails:
         self._said: set[str] = set()
         self._round: _Round | None = None
         self._passed_over: set[str] = set()
+        self._folder: FileLook | None = None
+        self._folder_since_s = self._listed_s = -math.inf
+        self._thorough_s = -math.inf
+        self._thorough = True
 
     @property
     def num_live(self) -> int:
@@ -261,6 +277,10 @@ class RingTails:
         self, now_ns: int, sink_position: SinkPosition, enough: Callable[[], bool]
     ) -> _Round:
         """Reads the gateways; the other rings are left to be read to their end."""
+        now_s = time.monotonic()
+        self._thorough = now_s - self._thorough_s >= _THOROUGH_S
+        if self._thorough:
+            self._thorough_s = now_s
         self._find()
         round = _Round()
         drained: dict[str, bool] = {}
@@ -287,14 +307,20 @@ class RingTails:
         """Why a ring's writer records no more; None while it may, or if that cannot be read."""
         tail = self._tails[name]
         try:
-            state = tail.reader.writer_state()
+            tail.has_more, closed = tail.reader.glance()
+            if not closed:
+                # One that was killed is found out as soon as its ring gives nothing more.
+                if tail.has_more and tail.gave:
+                    return None
+                state = tail.reader.writer_state()
+                if state is WriterState.ALIVE:
+                    tail.seen_alive = True
+                    return None
+                closed = state is WriterState.CLOSED
         except (OSError, RingError) as error:
             self._damaged(name, error)
             return None
-        if state is WriterState.ALIVE:
-            tail.seen_alive = True
-            return None
-        return "process_exited" if state is WriterState.CLOSED else "process_lost"
+        return "process_exited" if closed else "process_lost"
 
     def states(self, sink: SinkPosition) -> tuple[dict[str, RingState], SinkPosition]:
         """Where to go on so that nothing in flight is lost, and since when the sink may hold
@@ -411,6 +437,9 @@ class RingTails:
         self._tails.clear()
 
     def _find(self) -> None:
+        """Opens the rings that have come, and forgets those that are gone."""
+        if not self._may_have_changed():
+            return
         try:
             paths = scan_rings(self.directory)
         except OSError as error:
@@ -424,6 +453,24 @@ class RingTails:
             self._known.pop(name, None)
             self._left_alone.pop(name, None)
         self._waiting &= names
+
+    def _may_have_changed(self) -> bool:
+        """Whether the folder may hold other files than when it was listed last."""
+        try:
+            folder = _look(self.directory)
+        except OSError:
+            folder = None
+        now_s = time.monotonic()
+        if folder != self._folder:
+            self._folder, self._folder_since_s = folder, now_s
+        elif (
+            now_s - self._folder_since_s >= _SETTLED_S
+            and now_s - self._listed_s < _THOROUGH_S
+            and not self._waiting
+        ):
+            return False
+        self._listed_s = now_s
+        return True
 
     def _open(self, path: Path) -> None:
         name = path.name
@@ -468,10 +515,12 @@ class RingTails:
                 reader.count_from = known.counted  # a former agent counted what lies before
                 tail.counted, tail.last_step = known.counted, known.last_step
             except RingError as error:
-                _log.warning("%s: it is read from its begin", error)
-                if self._again is not None:
-                    self._again()
-                    self._again = None  # once is enough
+                self._say_once(f"{error}: it is read from its begin")
+                if self._again is not None and not self._again():
+                    reader.close()
+                    del self._left_alone[name]
+                    self._folder = None  # it is looked for again
+                    return
         with self.lock:
             self._left.pop(name, None)
             self._left_alone.pop(name, None)
@@ -503,6 +552,13 @@ class RingTails:
     ) -> bool:
         """Feeds what a ring holds; whether it was read to its end."""
         tail = self._tails[name]
+        if not (tail.has_more or final or self._thorough):
+            tail.caught_up, tail.gave = True, False
+            if not tail.at_end:
+                tail.at_end = True
+                with self.lock:
+                    self._tracker.read_to_end(name, now_ns)
+            return True
         for _ in range(_MAX_READS):
             position = tail.reader.position()
             try:
@@ -513,6 +569,7 @@ class RingTails:
             with self.lock:
                 notes = self._count_losses(name, tail, records)
                 tail.at_end = len(records) < _READ_RECORDS
+                tail.gave = bool(records)
                 if not records:
                     tail.caught_up = True
                     self._tracker.read_to_end(name, now_ns)

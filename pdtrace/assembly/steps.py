@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from statistics import median
@@ -186,7 +186,12 @@ def step_delivery(step: ChosenStep) -> tuple[CollectedRequest, list[Span]]:
 
 def is_step(span: Span) -> bool:
     """Whether a span is a pass's own."""
-    return a.STEP_KIND.key in span.attributes and a.STAGE.key not in span.attributes
+    return are_step_keys(span.attributes.keys())
+
+
+def are_step_keys(keys: Set[str]) -> bool:
+    """The same, of the keys of its attributes."""
+    return a.STEP_KIND.key in keys and a.STAGE.key not in keys
 
 
 def _sampled(members: Sequence[Member]) -> Iterable[Member]:

@@ -378,6 +378,55 @@ def count_sampled(line: bytes) -> int:
     )
 
 
+class _AttributeKey(msgspec.Struct, gc=False):
+    key: str
+
+
+class SpanHead(msgspec.Struct):
+    """What tells a span of an `encode_line` line, without the rest of it."""
+
+    span_id: str = msgspec.field(name="spanId")
+    parent_id: str | None = msgspec.field(name="parentSpanId", default=None)
+    attributes: list[_AttributeKey] = []
+
+    @property
+    def keys(self) -> set[str]:
+        """Of its attributes."""
+        return {attribute.key for attribute in self.attributes}
+
+
+class _ScopeHeads(msgspec.Struct):
+    spans: list[SpanHead] = []
+
+
+class _ResourceHeads(msgspec.Struct):
+    scope_spans: list[_ScopeHeads] = msgspec.field(name="scopeSpans", default_factory=list)
+
+
+class _DocumentHeads(msgspec.Struct):
+    resource_spans: list[_ResourceHeads] = msgspec.field(name="resourceSpans")
+
+
+_decode_heads = msgspec.json.Decoder(_DocumentHeads).decode
+
+
+def decode_heads(line: bytes) -> list[SpanHead]:
+    """The spans of an `encode_line` line in their order, for a tenth of what `decode_line` takes.
+
+    Raises ValueError when it is no such line.
+    """
+    try:
+        document = _decode_heads(line)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"not OTLP: {error}") from None
+    return [
+        span
+        for resource_spans in document.resource_spans
+        for scope_spans in resource_spans.scope_spans
+        for span in scope_spans.spans
+    ]
+
+
 def _decode_document(document: dict[str, Any]) -> Iterator[Span]:
     for resource_spans in document["resourceSpans"]:
         carried = resource_spans.get("resource") or {}

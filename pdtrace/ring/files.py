@@ -22,14 +22,15 @@ from pdtrace.ring.writer import RingWriter
 
 _UNSAFE = re.compile(r"^\.+|[^A-Za-z0-9._-]+")  # no hidden files, no folders
 _MAX_NAME_CHARS = 100
+_DRAFT = f"{SUFFIX}.draft"
 _MADV_POPULATE_WRITE = 23  # of Linux; not in the mmap module
 
 
 def scan_rings(directory: str | Path) -> list[Path]:
     """Ring files of a directory, sorted by name; empty when there is no such directory."""
-    return sorted(
-        path for path in Path(directory).glob(f"*{SUFFIX}") if not path.name.startswith(".")
-    )
+    directory = Path(directory)
+    names = [name for name in _names(directory) if name.endswith(SUFFIX) and name[0] != "."]
+    return [directory / name for name in sorted(names)]
 
 
 def create_ring(
@@ -49,7 +50,7 @@ def create_ring(
         for attempt in count(1):
             name = stem if attempt == 1 else f"{stem}-{attempt}"
             path = directory / f"{name}{SUFFIX}"
-            draft = directory / f".{name}{SUFFIX}.draft"
+            draft = directory / f".{name}{_DRAFT}"
             # The draft's exclusive creation reserves the final name until it is taken.
             try:
                 fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
@@ -81,7 +82,10 @@ def remove_drafts(directory: str | Path, *, older_than_s: float) -> list[Path]:
     Never raises: what cannot be removed stays.
     """
     removed: list[Path] = []
-    for draft in Path(directory).glob(f".*{SUFFIX}.draft"):
+    for name in _names(directory):
+        if not name.startswith(".") or not name.endswith(_DRAFT):
+            continue
+        draft = Path(directory) / name
         try:
             fd = os.open(draft, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
@@ -94,6 +98,14 @@ def remove_drafts(directory: str | Path, *, older_than_s: float) -> list[Path]:
             continue
         removed.append(draft)
     return removed
+
+
+def _names(directory: str | Path) -> list[str]:
+    """What a directory holds; nothing if there is no such directory that this user may list."""
+    try:
+        return os.listdir(directory)  # noqa: PTH208 -- an agent looks often, and paths take time
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
 
 
 def _fill(

@@ -13,6 +13,7 @@ from server.colocated.policy import ColocatedPlan, ColocatedSnapshot, plan_coloc
 from server.config import ProcessConfig
 from server.engine.base import Engine
 from server.faults import FaultHolds
+from server.gauges import Gauges
 from server.generating import GeneratingScheduler
 from server.kv.radix import LOCK_OWNER, RadixCache
 from server.kv.radix import OWNER as CACHE
@@ -31,6 +32,13 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
 
     def __init__(self, config: ProcessConfig, engine: Engine, ports: Ports) -> None:
         super().__init__(config, engine, ports)
+        self._leg_gauges = Gauges(
+            ports.recorder,
+            Gauge.RUNNING,
+            Gauge.WAITING,
+            Gauge.KV_PAGES_USED,
+            Gauge.KV_PAGES_CACHED,
+        )
         self.cache = RadixCache(self.allocator, engine.layout.page_size)
         self._prompts = PromptPages(self.allocator, self.cache)
         self._waited = 0  # steps in a row that the batch has let prompts go first
@@ -231,11 +239,8 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
         )
         used = sum(len(leg.table) for leg in self.legs)
         running = counts[_S.RUNNING] + counts[_S.COMMITTING] + counts[_S.PREFILLING]
-        recorder = self._recorder
-        recorder.gauge(Gauge.RUNNING, running)
-        recorder.gauge(Gauge.WAITING, counts[_S.QUEUED] + counts[_S.PREEMPTED])
-        recorder.gauge(Gauge.KV_PAGES_USED, used)
-        recorder.gauge(Gauge.KV_PAGES_CACHED, self.cache.num_pages)
+        waiting = counts[_S.QUEUED] + counts[_S.PREEMPTED]
+        self._leg_gauges.show(running, waiting, used, self.cache.num_pages)
         return WorkerLoad(
             pages_total=self.allocator.num_pages,
             pages_free=self.allocator.num_free + self.cache.num_evictable,

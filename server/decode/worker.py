@@ -19,6 +19,7 @@ from server.decode.leg import DecodeLeg
 from server.decode.policy import DecodePlan, DecodeSnapshot, LandedSequence, plan_decode
 from server.engine.base import Engine
 from server.faults import FaultHolds
+from server.gauges import Gauges
 from server.generating import GeneratingScheduler
 from server.loop_log import Doing
 from server.paired import MAX_MISSES, PairedScheduler
@@ -48,6 +49,16 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg], PairedScheduler[DecodeLeg]):
 
     def __init__(self, config: ProcessConfig, engine: Engine, ports: Ports) -> None:
         super().__init__(config, engine, ports)
+        self._leg_gauges = Gauges(
+            ports.recorder,
+            Gauge.RUNNING,
+            Gauge.WAITING,
+            Gauge.RESERVING,
+            Gauge.TRANSFERRING,
+            Gauge.KV_PAGES_RESERVED,
+            Gauge.KV_PAGES_USED,
+            Gauge.HELD_PAGES,
+        )
         self.ballast = Ballast(self.allocator)
         self._pool = PoolRef(owner=config.instance, incarnation=config.incarnation)
         self._landing: list[str] = []  # requests whose KV this turn takes in
@@ -396,14 +407,15 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg], PairedScheduler[DecodeLeg]):
         )
         held = sum(len(leg.own_pages) for leg in self.legs) + self.ballast.num_pages
         running = counts[_S.RUNNING] + counts[_S.COMMITTING]
-        recorder = self._recorder
-        recorder.gauge(Gauge.RUNNING, running)
-        recorder.gauge(Gauge.WAITING, counts[_S.LANDED] + counts[_S.PREEMPTED])
-        recorder.gauge(Gauge.RESERVING, counts[_S.RESERVING])
-        recorder.gauge(Gauge.TRANSFERRING, counts[_S.AWAITING_KV])
-        recorder.gauge(Gauge.KV_PAGES_RESERVED, reserved)
-        recorder.gauge(Gauge.KV_PAGES_USED, held - reserved)
-        recorder.gauge(Gauge.HELD_PAGES, self.quarantine.num_pages)
+        self._leg_gauges.show(
+            running,
+            counts[_S.LANDED] + counts[_S.PREEMPTED],
+            counts[_S.RESERVING],
+            counts[_S.AWAITING_KV],
+            reserved,
+            held - reserved,
+            self.quarantine.num_pages,
+        )
         return WorkerLoad(
             pages_total=self.allocator.num_pages,
             pages_free=self.allocator.num_free,

@@ -63,6 +63,7 @@ from server.gateway.relay import OutputStream
 from server.gateway.responder import Responder, StreamResponder, WholeResponder
 from server.gateway.retry import may_retry
 from server.gateway.routing import PairChoice, RouteRequest
+from server.gauges import Gauges, ProgressGauge
 from server.log_fields import logged
 from server.tokenizer import Tokenizer
 from server.wire.messages import Peer, TokenItem
@@ -115,6 +116,8 @@ class Gateway:
             ignored=self.metrics.ignored,
         )
         self._recorder = recorder
+        self._gauges = Gauges(recorder, Gauge.IN_FLIGHT, Gauge.WAITING)
+        self._progress_gauge = ProgressGauge(recorder)
         self._tokenizer = tokenizer
         self._encoder = PromptEncoder(tokenizer)
         self._calls: set[Call] = set()
@@ -143,9 +146,8 @@ class Gateway:
             call = self._queued.get(key)
             if call is not None:
                 _record_place(call, place)
-        self._recorder.gauge(Gauge.LAST_PROGRESS_NS, time.monotonic_ns())
-        self._recorder.gauge(Gauge.IN_FLIGHT, self.admission.in_flight)
-        self._recorder.gauge(Gauge.WAITING, self.admission.waiting)
+        self._progress_gauge.show(time.monotonic_ns())
+        self._gauges.show(self.admission.in_flight, self.admission.waiting)
 
     # -- requests -----------------------------------------------------------------------------
 

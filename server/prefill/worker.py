@@ -15,6 +15,7 @@ from server.config import ProcessConfig
 from server.engine.base import Engine
 from server.engine.validation import check_sampling
 from server.faults import FaultHolds
+from server.gauges import Gauges
 from server.kv.radix import LOCK_OWNER, RadixCache
 from server.kv.radix import OWNER as CACHE
 from server.paired import PairedScheduler
@@ -59,6 +60,16 @@ class PrefillWorker(PairedScheduler[PrefillLeg]):
 
     def __init__(self, config: ProcessConfig, engine: Engine, ports: Ports) -> None:
         super().__init__(config, engine, ports)
+        self._leg_gauges = Gauges(
+            ports.recorder,
+            Gauge.RUNNING,
+            Gauge.WAITING,
+            Gauge.RESERVING,
+            Gauge.TRANSFERRING,
+            Gauge.KV_PAGES_USED,
+            Gauge.KV_PAGES_CACHED,
+            Gauge.HELD_PAGES,
+        )
         self.cache = RadixCache(self.allocator, engine.layout.page_size)
         self._prompts = PromptPages(self.allocator, self.cache)
         self._pool = PoolRef(owner=config.instance, incarnation=config.incarnation)
@@ -451,14 +462,15 @@ class PrefillWorker(PairedScheduler[PrefillLeg]):
         )
         held = sum(leg.num_pages for leg in self.legs)
         running, waiting = states.count(_S.RUNNING), states.count(_S.QUEUED)
-        recorder = self._recorder
-        recorder.gauge(Gauge.RUNNING, running)
-        recorder.gauge(Gauge.WAITING, waiting)
-        recorder.gauge(Gauge.RESERVING, states.count(_S.BOOTSTRAP))
-        recorder.gauge(Gauge.TRANSFERRING, states.count(_S.SENDING))
-        recorder.gauge(Gauge.KV_PAGES_USED, held)
-        recorder.gauge(Gauge.KV_PAGES_CACHED, self.cache.num_pages)
-        recorder.gauge(Gauge.HELD_PAGES, self.quarantine.num_pages)
+        self._leg_gauges.show(
+            running,
+            waiting,
+            states.count(_S.BOOTSTRAP),
+            states.count(_S.SENDING),
+            held,
+            self.cache.num_pages,
+            self.quarantine.num_pages,
+        )
         return WorkerLoad(
             pages_total=self.allocator.num_pages,
             pages_free=self.allocator.num_free + self.cache.num_evictable,

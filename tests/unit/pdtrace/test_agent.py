@@ -656,7 +656,10 @@ def test_ring_cut_short_under_the_agent_does_not_stop_it(
     path.chmod(0o600)
     os.truncate(path, 20_000)
     record_request(recorders, request_id="two")
-    agent.poll()
+    deadline_s = time.monotonic() + 60
+    while not agent.summary().errors and time.monotonic() < deadline_s:
+        agent.poll()
+        time.sleep(0.05)
     summary = agent.close()
     assert request_ids(tmp_path) == ["one", "two"]
     assert summary.errors == 1

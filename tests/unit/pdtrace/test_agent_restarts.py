@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -17,10 +18,11 @@ from pathlib import Path
 import pytest
 
 from pdtrace import semconv as a
+from pdtrace.agent import loop
 from pdtrace.agent.command import STATE_NAME, Agent, AgentConfig, AgentSummary
 from pdtrace.export.delivery import TRACES_NAME
 from pdtrace.export.sink import lines_since
-from pdtrace.otlp.json_lines import decode_line
+from pdtrace.otlp.json_lines import SpanHead, decode_line
 from pdtrace.propagation import RequestContext
 from pdtrace.recorder import Recorder
 from pdtrace.ring import FORMAT_VERSION, RingCapacity, scan_rings
@@ -373,3 +375,61 @@ def test_many_rings_are_kept_by_default(tmp_path: Path) -> None:
     once(tmp_path)
     once(tmp_path)
     assert len(scan_rings(tmp_path / "rings")) == 16
+
+
+@pytest.mark.parametrize("forgets_its_state", [False, True])
+def test_agent_that_is_stopped_while_it_recalls_what_is_delivered_delivers_nothing_twice(
+    tmp_path: Path, recorders: Mapping[Role, Recorder], forgets_its_state: bool
+) -> None:
+    """A request in flight for long makes a restarted agent look at all that was finished since."""
+    held = recorders[Role.GATEWAY].begin(RequestContext.create(request_id="held"))
+    held.mark(Mark.RECEIVED)
+    for number in range(300):
+        record_request(recorders, request_id=f"req-{number}")
+    once(tmp_path)
+    before = (tmp_path / STATE_NAME).read_bytes()
+    if forgets_its_state:  # positions that are none: all rings are read from their begins
+        state = json.loads(before)
+        for ring in state["rings"].values():
+            ring["position"]["offset"] = 4
+        before = json.dumps(state).encode()
+        (tmp_path / STATE_NAME).write_bytes(before)
+    agent = agent_of(tmp_path)
+    for _ in range(3):
+        assert agent.poll(enough=lambda: True) == 0
+    assert not agent.is_drained
+    assert agent.health()[0]
+    agent.close()
+    assert (tmp_path / STATE_NAME).read_bytes() == before
+    record_request(recorders, request_id="last")
+    agent = agent_of(tmp_path)
+    wait_for(lambda: (agent.poll(enough=lambda: True), "last" in written(tmp_path))[1])
+    agent.close()
+    assert written(tmp_path).keys() == {"last", *(f"req-{number}" for number in range(300))}
+    held.end()
+
+
+def test_agent_that_recalls_much_answers_and_stops_when_told(
+    tmp_path: Path, recorders: Mapping[Role, Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = recorders[Role.GATEWAY].begin(RequestContext.create(request_id="held"))
+    for number in range(300):
+        record_request(recorders, request_id=f"req-{number}")
+    once(tmp_path)
+    stop = threading.Event()
+    slow = loop.decode_heads
+
+    def decode(line: bytes) -> list[SpanHead]:
+        stop.set()  # it comes while the agent recalls
+        return slow(line)
+
+    monkeypatch.setattr(loop, "decode_heads", decode)
+    agent = agent_of(tmp_path, AgentConfig(state_s=0.0, flush_s=0.01))
+    assert not stop.is_set()  # who made it can be answered before it begins
+    assert agent.look().requests == ()
+    agent.run(stop)
+    agent.close()
+    monkeypatch.undo()
+    once(tmp_path)
+    assert written(tmp_path).keys() == {f"req-{number}" for number in range(300)}
+    held.end()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
 from pdtrace.assembly.request_spans import assemble
-from pdtrace.otlp.json_lines import decode_line, encode_line
+from pdtrace.otlp.json_lines import decode_heads, decode_line, encode_line
 from pdtrace.otlp.protobuf import encode_request, readable_spans
 from pdtrace.spans import (
     AttrValue,
@@ -127,6 +127,18 @@ def test_decoding_gives_the_spans_back() -> None:
     assert decode_line(encode_line(spans)) == sorted(
         spans, key=lambda span: [s.resource for s in spans].index(span.resource)
     )
+
+
+def test_heads_are_those_of_the_spans_in_their_order() -> None:
+    spans = samples()
+    heads = decode_heads(encode_line(spans))
+    decoded = decode_line(encode_line(spans))
+    assert [(head.span_id, head.parent_id, head.keys) for head in heads] == [
+        (span.span_id, span.parent_id, set(span.attributes)) for span in decoded
+    ]
+    for line in (b"{", b"[]", b"{}", b'{"resourceSpans":[{"scopeSpans":[{"spans":[{}]}]}]}'):
+        with pytest.raises(ValueError, match="not OTLP"):
+            decode_heads(line)
 
 
 def test_not_a_number_survives() -> None:

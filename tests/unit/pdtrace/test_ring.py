@@ -1179,3 +1179,53 @@ def test_a_signal_handler_may_record_in_the_middle_of_a_record():
 
 def test_the_fixed_header_is_where_older_readers_look():
     assert FIXED_HEADER.unpack_from(_RING)[:5] == (b"PDTRING\n", 2, HEADER_BYTES, 4096, 4)
+
+
+@given(st.lists(st.sampled_from(["append", "read", "read one block", "seek"]), max_size=120))
+def test_a_glance_tells_of_everything_that_a_read_would_give(steps: list[str]):
+    """Who reads only after a glance has said so, and until nothing comes, misses nothing."""
+    writer, buffer = memory_ring(RingCapacity(blocks=8, block_bytes=4096))
+    glancing, reading = (RingReader.over(buffer) for _ in range(2))
+    number, got, whole = 0, list[int](), list[int]()
+    for step in [*steps, "read"]:
+        if step == "append":
+            for _ in range(50):  # several laps of the ring, within 120 steps
+                writer.append(bare_mark(number))
+                number += 1
+        elif step == "seek":
+            glancing.seek(glancing.position())
+        else:
+            limit = 1 if step == "read one block" else 10_000
+            whole += times(reading.read(limit=limit))
+            if glancing.glance()[0]:
+                got += times(glancing.read(limit=limit))
+            assert got == whole
+            assert glancing.missed == reading.missed
+
+
+def test_a_glance_finds_nothing_where_nothing_was_written_since():
+    writer, buffer = memory_ring()
+    reader = RingReader.over(buffer)
+    for _ in range(3 * MARKS_PER_TINY_BLOCK):
+        reader.glance()
+        reader.read()
+        assert reader.glance() == (False, False)
+        writer.append(bare_mark(0))
+        assert reader.glance() == (True, False)
+    writer.close()
+    assert RingReader.over(buffer).glance() == (True, True)
+
+
+def test_an_empty_ring_is_not_copied_at_every_look():
+    _, buffer = memory_ring()
+    reader = RingReader.over(buffer)
+    sizes: list[int] = []
+    read_at = reader._read_at  # pyright: ignore[reportPrivateUsage]
+
+    def counting(offset: int, size: int) -> bytes:
+        sizes.append(size)
+        return read_at(offset, size)
+
+    reader._read_at = counting  # pyright: ignore[reportPrivateUsage]
+    assert reader.read() == []
+    assert max(sizes) < 100
