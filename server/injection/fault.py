@@ -15,10 +15,10 @@ import msgspec
 from msgspec import Meta
 
 from pdtrace.stages import Role
+from server.clock_fault import MAX_SHIFT_S
 from server.errors import StartError
 
 MAX_MS = 3_600_000
-MAX_SHIFT_S = 1e6
 MAX_PAGES = 2**31
 WITH_POOL = frozenset({Role.PREFILL, Role.DECODE, Role.WORKER})
 """Roles whose processes own a KV pool."""
