@@ -245,7 +245,7 @@ class GatewayProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         limits = self.limits
         error = InvalidRequest(msg, code="invalid_http")
-        if isinstance(self.conn, LimitedConnection) and self.conn.too_large:
+        if self.conn.too_large:
             self.table.ended(End.HEAD_TOO_LARGE)
             error = InvalidRequest(
                 f"The request's head is too large: at most {limits.max_headers} headers and "

@@ -119,6 +119,13 @@ async def ends(g: GatewayUnderTest, reason: End) -> float:
     return await metric(g, f'pd_gateway_connections_ended_total{{reason="{reason}"}}')
 
 
+def keep_little(g: GatewayUnderTest) -> None:
+    """Let the kernel hold only a little of what a client does not read, from here on."""
+    for server in g.server.servers:
+        for listener in server.sockets:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+
+
 async def until_unread(g: GatewayUnderTest) -> None:
     async with asyncio.timeout(WAIT_S):
         while await ends(g, End.UNREAD) < 1:  # noqa: ASYNC110 -- asked over HTTP
@@ -195,13 +202,14 @@ async def test_client_that_reads_nothing_ends_its_request_and_its_connection(
 ) -> None:
     async def chatter(leg: LegDouble) -> None:
         with contextlib.suppress(asyncio.CancelledError):
-            for _ in range(6000):
+            for _ in range(8000):
                 leg.say(b"x" * 400)
                 await asyncio.sleep(0.005)
 
     async with gateway_under_test(
         tmp_path, decode_script=chatter, clients=limits(unread_s=SHORT_S)
     ) as g:
+        keep_little(g)
         body = json.dumps({"model": "fake", "prompt": "hi", "stream": True}).encode()
         async with raw(g, receive_bytes=4096) as client:
             await client.send(POST + b"content-length: %d\r\n\r\n" % len(body) + body)
