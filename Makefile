@@ -5,11 +5,13 @@ PYTHON ?=
 VENV := .venv/bin
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+SECONDS ?= 600
+SOAK_ARGS ?=
 
 # The environment's settings for other Pythons must not reach this one.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-.PHONY: help setup demo test check fix bench lock clean
+.PHONY: help setup demo test check fix bench soak lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +43,9 @@ bench: setup ## run the benchmarks; each ends with one JSON line
 	@for file in benchmarks/bench_*.py; do \
 	  echo "$$file" >&2; $(VENV)/python -m benchmarks.$$(basename "$$file" .py) --json || exit 1; \
 	done
+
+soak: setup ## random faults under load, and what is left of it; 10 minutes, or SECONDS=60
+	@$(VENV)/python -m tests.soak --seconds $(SECONDS) $(SOAK_ARGS)
 
 lock: setup ## resolve requirements/dev.txt anew from pyproject.toml
 	$(VENV)/uv pip compile pyproject.toml --extra server --extra dashboards --extra dev --universal \

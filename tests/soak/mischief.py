@@ -113,11 +113,11 @@ Mischief = Kill | Terminate | Freeze | Inject | LeaveAll | Crowd
 
 def kind_of(mischief: Mischief) -> str:
     """What it is counted as."""
-    if isinstance(mischief, Inject):
-        return type(mischief.fault).__name__.lower()
-    return {Kill: "kill", Terminate: "terminate", Freeze: "freeze"}.get(
-        type(mischief), "leave" if isinstance(mischief, LeaveAll) else "crowd"
-    )
+    match mischief:
+        case Inject(fault):
+            return type(fault).__name__.lower()
+        case _:
+            return type(mischief).__name__.lower()
 
 
 def next_mischief(chance: random.Random, instances: Sequence[str]) -> Mischief:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -72,7 +73,7 @@ def run_soak(scenario: Scenario, say: Callable[[str], None]) -> Report:
     run_dir = scenario.settings.run_path
     with _server(scenario.settings) as server:
         with ThreadPoolExecutor(4) as pool:
-            texts = list(pool.map(lambda each: _text(server, each), asked))
+            texts = list(pool.map(partial(_text, server), asked))
         aftermath.wait_idle(server)
         before = _at_rest(server)
         known = [

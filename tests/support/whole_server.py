@@ -226,8 +226,9 @@ class Client:
         self.begun_ns = 0
 
     async def send(self, message: Any) -> None:
-        assert not self.ended, f"{self.request_id}: {message} behind the end"
-        self.messages.append(message)
+        if not self.cut_off:
+            assert not self.ended, f"{self.request_id}: {message} behind the end"
+            self.messages.append(message)
 
     async def receive(self) -> dict[str, Any]:
         await self.left.wait()
@@ -457,8 +458,6 @@ class WholeServer:
             if not client.is_over:
                 client.cut_off = True
                 assert client.task is not None
-                client.messages = list(client.messages)
-                client.send = _to_nobody
                 client.task.cancel()
         self.loop.settle()
 
@@ -492,15 +491,12 @@ class WholeServer:
                 served_name=gateway.served_name,
             )
 
-        async def send(message: Any) -> None:
-            await client.send(message)
-
         call = gateway.begin(
             Operation.TEXT_COMPLETION,
             "/v1/completions",
             context=RequestContext.create(request_id=client.request_id, mode=gateway.mode),
             received_ns=self.clock.monotonic_ns(),
-            send=send,
+            send=client.send,
             headers=(),
         )
         await gateway.serve(call, read, client.receive)
@@ -654,7 +650,3 @@ class WholeServer:
         for process in self.processes.values():
             process.close()
         self.loop.close()
-
-
-async def _to_nobody(_message: Any) -> None:
-    """A connection whose server is dead."""
