@@ -5,7 +5,7 @@ Owns the mapping from settings to the agent; what it does is `pdtrace.agent.comm
 
 from __future__ import annotations
 
-from pdtrace.agent.command import AgentConfig, HttpConfig, run_agent
+from pdtrace.agent.command import AgentConfig, HttpConfig, prepare_process, run_agent
 from pdtrace.errors import PdtraceError
 from pdtrace.live.stuck import StuckPolicy
 from pdtrace.stopping import StopFlag, stop_on_signals
@@ -23,6 +23,7 @@ def run(config: ProcessConfig) -> None:
     """
     settings = config.settings
     port = NO_AGENT_HTTP if config.until_closed else settings.agent_port
+    prepare_process()
     stop = StopFlag()
     try:
         with stop_on_signals(stop):

@@ -55,6 +55,7 @@ __all__ = [
     "collect_garbage_rarely",
     "http_config",
     "main",
+    "prepare_process",
     "run_agent",
 ]
 
@@ -137,8 +138,7 @@ def agent_command(
     0 after an orderly end, 2 with one line on stderr when it cannot start. With `as_json` the
     totals are printed as one JSON object at the end. Call it from the main thread.
     """
-    collect_garbage_rarely()
-    allow_many_files()
+    prepare_process()
     stop = StopFlag()
     try:
         with stop_on_signals(stop):
@@ -151,6 +151,12 @@ def agent_command(
     if as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)
     return 0
+
+
+def prepare_process() -> None:
+    """For whoever calls `run_agent` in a process that does nothing else."""
+    collect_garbage_rarely()
+    allow_many_files()
 
 
 def collect_garbage_rarely() -> None:

@@ -56,6 +56,9 @@ MAX_STUCK_KEPT = 10_000
 _ROUND_S = 0.5
 """The loop looks up at least so often, whatever there is to read: to write the state, to stop."""
 
+_LAST_WORDS_POLL_S = 0.05
+"""Between looks at the rings of a server that is told to stop at the same time."""
+
 _AT_ONCE = 128
 """Requests whose spans are in memory at a time."""
 
@@ -95,7 +98,7 @@ class AgentConfig:
     keep_rings     finished rings that are kept once their requests are delivered, the newest
     """
 
-    poll_s: float = 0.05
+    poll_s: float = 0.1
     idle_poll_s: float = 0.5
     grace_s: float = DEFAULT_GRACE_NS / 1e9
     flush_s: float = 1.4
@@ -248,7 +251,8 @@ class Agent:
             self._caught_up_s = now_s
             if now_s >= self._look_due_s:
                 self._report_stuck()
-        if now_s - self._state_written_s >= self.config.state_s:
+        # The state of a ring that waits for what is recalled must not be written over.
+        if now_s - self._state_written_s >= self.config.state_s and self._recalling is None:
             self._keep_house()
         self._polled_s = time.monotonic()
         return self._tails.counts.records - before
@@ -300,7 +304,7 @@ class Agent:
             self.poll(enough=is_over)
             if self.is_drained or time.monotonic() >= last_words_s:
                 break
-            time.sleep(self.config.poll_s)
+            time.sleep(min(self.config.poll_s, _LAST_WORDS_POLL_S))
         # Of what a ring still holds, nobody knows to which of the requests that have ended it is.
         while self._tails.at_end and not is_over():
             with self._tails.lock:
