@@ -29,7 +29,7 @@ from server.config import ProcessConfig
 from server.engine import loader
 from server.engine.base import Engine
 
-_CALLS = ("begin", "step", "gauge", "clock_sample")
+_CALLS = ("begin", "step", "gauge", "gauges", "clock_sample")
 _TRACE_CALLS = ("mark", "wait", "abort", "end")
 _ENGINE_CALLS = ("prefill", "decode")
 
@@ -153,6 +153,7 @@ class TimedRecorder(Recorder):
         )
         self.step = meter.over(recorder.step)
         self.gauge = meter.over(recorder.gauge)
+        self.gauges = meter.over(recorder.gauges)
         self.clock_sample = meter.over(recorder.clock_sample)
 
     def begin(self, context: RequestContext, *, at_ns: int | None = None) -> RequestTrace:

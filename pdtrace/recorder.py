@@ -9,6 +9,7 @@
     trace.end()                               # this process lets go of the attempt
     recorder.step(StepKind.DECODE, traces, tokens=8, begin_ns=..., end_ns=...)  # a forward pass
     recorder.gauge(Gauge.KV_PAGES_FREE, 188)  # in place, readable while this process hangs
+    recorder.gauges((Gauge.RUNNING, Gauge.WAITING), (8, 0))  # several in one call
     recorder.close()                          # clean shutdown; without it the agent sees a death
 
     Recorder.disabled()                       # the same interface, records nothing
@@ -454,6 +455,18 @@ class Recorder:
         except Exception as error:  # the guard: telemetry never reaches the request
             self.report(error)
 
+    def gauges(self, gauges: Sequence[Gauge], values: Sequence[int]) -> None:
+        """Set several gauges, a value for each; costs little more than one. Any thread."""
+        try:
+            ring = self._writer()
+            if self._closed:
+                raise RingClosedError(f"the recorder of {self.instance} is closed")
+            slots = ring.gauges
+            for gauge, value in zip(gauges, values, strict=True):
+                slots[gauge] = value
+        except Exception as error:  # the guard: telemetry never reaches the request
+            self.report(error)
+
     def close(self) -> None:
         """Mark the ring as closed cleanly and let go of it. Idempotent.
 
@@ -672,6 +685,9 @@ class _DisabledRecorder(Recorder):
         pass
 
     def gauge(self, gauge: Gauge, value: int) -> None:
+        pass
+
+    def gauges(self, gauges: Sequence[Gauge], values: Sequence[int]) -> None:
         pass
 
     def close(self) -> None:

@@ -25,7 +25,6 @@ from server.config import ProcessConfig
 from server.engine.base import Engine
 from server.errors import IntegrityError
 from server.gateway_watch import GatewayWatch
-from server.gauges import Gauges, ProgressGauge
 from server.heartbeat import Progress
 from server.injection.process import refuse
 from server.kv.pages import PageAllocator
@@ -58,6 +57,14 @@ DRAINING = "draining"
 """Reason of requests that end because their worker stops."""
 
 _logger = logging.getLogger(__name__)
+
+_GAUGES = (
+    Gauge.KV_PAGES_TOTAL,
+    Gauge.KV_PAGES_FREE,
+    Gauge.IN_FLIGHT,
+    Gauge.STEPS,
+    Gauge.LAST_PROGRESS_NS,
+)
 
 
 class MessageSource(Protocol):
@@ -125,10 +132,6 @@ class Scheduler(ABC, Generic[LegT]):
         self._again = False  # something came free: plan once more before waiting
         self._steps = 0
         self._was_idle = True
-        self._gauges = Gauges(
-            ports.recorder, Gauge.KV_PAGES_TOTAL, Gauge.KV_PAGES_FREE, Gauge.IN_FLIGHT, Gauge.STEPS
-        )
-        self._progress_gauge = ProgressGauge(ports.recorder)
 
     @abstractmethod
     def step(self, max_wait_s: float = IDLE_WAIT_S) -> None:
@@ -542,8 +545,10 @@ class Scheduler(ABC, Generic[LegT]):
         busy = len(self.legs) > 0
         tick_ns = self._ports.progress.tick(busy=busy, load=self.report(), ignored=self.ignored)
         allocator = self.allocator
-        self._gauges.show(allocator.num_pages, allocator.num_free, len(self.legs), self._steps)
-        self._progress_gauge.show(tick_ns)
+        self._recorder.gauges(
+            _GAUGES,
+            (allocator.num_pages, allocator.num_free, len(self.legs), self._steps, tick_ns),
+        )
         if not busy and not self._was_idle:
             try:
                 self.check_integrity()

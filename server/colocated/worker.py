@@ -13,7 +13,6 @@ from server.colocated.policy import ColocatedPlan, ColocatedSnapshot, plan_coloc
 from server.config import ProcessConfig
 from server.engine.base import Engine
 from server.faults import FaultHolds
-from server.gauges import Gauges
 from server.generating import GeneratingScheduler
 from server.kv.radix import LOCK_OWNER, RadixCache
 from server.kv.radix import OWNER as CACHE
@@ -25,6 +24,12 @@ from server.serve import serve
 from server.wire.messages import AnyMessage, ColocatedRequest, WorkerLoad
 
 _S = ColocatedState
+_GAUGES = (
+    Gauge.RUNNING,
+    Gauge.WAITING,
+    Gauge.KV_PAGES_USED,
+    Gauge.KV_PAGES_CACHED,
+)
 
 
 class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
@@ -32,13 +37,6 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
 
     def __init__(self, config: ProcessConfig, engine: Engine, ports: Ports) -> None:
         super().__init__(config, engine, ports)
-        self._leg_gauges = Gauges(
-            ports.recorder,
-            Gauge.RUNNING,
-            Gauge.WAITING,
-            Gauge.KV_PAGES_USED,
-            Gauge.KV_PAGES_CACHED,
-        )
         self.cache = RadixCache(self.allocator, engine.layout.page_size)
         self._prompts = PromptPages(self.allocator, self.cache)
         self._waited = 0  # steps in a row that the batch has let prompts go first
@@ -240,7 +238,7 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
         used = sum(len(leg.table) for leg in self.legs)
         running = counts[_S.RUNNING] + counts[_S.COMMITTING] + counts[_S.PREFILLING]
         waiting = counts[_S.QUEUED] + counts[_S.PREEMPTED]
-        self._leg_gauges.show(running, waiting, used, self.cache.num_pages)
+        self._recorder.gauges(_GAUGES, (running, waiting, used, self.cache.num_pages))
         return WorkerLoad(
             pages_total=self.allocator.num_pages,
             pages_free=self.allocator.num_free + self.cache.num_evictable,

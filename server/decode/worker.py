@@ -19,7 +19,6 @@ from server.decode.leg import DecodeLeg
 from server.decode.policy import DecodePlan, DecodeSnapshot, LandedSequence, plan_decode
 from server.engine.base import Engine
 from server.faults import FaultHolds
-from server.gauges import Gauges
 from server.generating import GeneratingScheduler
 from server.loop_log import Doing
 from server.paired import MAX_MISSES, PairedScheduler
@@ -40,6 +39,15 @@ from server.wire.messages import (
 )
 
 _S = DecodeState
+_GAUGES = (
+    Gauge.RUNNING,
+    Gauge.WAITING,
+    Gauge.RESERVING,
+    Gauge.TRANSFERRING,
+    Gauge.KV_PAGES_RESERVED,
+    Gauge.KV_PAGES_USED,
+    Gauge.HELD_PAGES,
+)
 _WAITING = frozenset({_S.ARRIVED, _S.RESERVING})
 _WITHOUT_KV = frozenset({_S.ARRIVED, _S.RESERVING, _S.AWAITING_KV})
 
@@ -49,16 +57,6 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg], PairedScheduler[DecodeLeg]):
 
     def __init__(self, config: ProcessConfig, engine: Engine, ports: Ports) -> None:
         super().__init__(config, engine, ports)
-        self._leg_gauges = Gauges(
-            ports.recorder,
-            Gauge.RUNNING,
-            Gauge.WAITING,
-            Gauge.RESERVING,
-            Gauge.TRANSFERRING,
-            Gauge.KV_PAGES_RESERVED,
-            Gauge.KV_PAGES_USED,
-            Gauge.HELD_PAGES,
-        )
         self.ballast = Ballast(self.allocator)
         self._pool = PoolRef(owner=config.instance, incarnation=config.incarnation)
         self._landing: list[str] = []  # requests whose KV this turn takes in
@@ -407,14 +405,17 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg], PairedScheduler[DecodeLeg]):
         )
         held = sum(len(leg.own_pages) for leg in self.legs) + self.ballast.num_pages
         running = counts[_S.RUNNING] + counts[_S.COMMITTING]
-        self._leg_gauges.show(
-            running,
-            counts[_S.LANDED] + counts[_S.PREEMPTED],
-            counts[_S.RESERVING],
-            counts[_S.AWAITING_KV],
-            reserved,
-            held - reserved,
-            self.quarantine.num_pages,
+        self._recorder.gauges(
+            _GAUGES,
+            (
+                running,
+                counts[_S.LANDED] + counts[_S.PREEMPTED],
+                counts[_S.RESERVING],
+                counts[_S.AWAITING_KV],
+                reserved,
+                held - reserved,
+                self.quarantine.num_pages,
+            ),
         )
         return WorkerLoad(
             pages_total=self.allocator.num_pages,

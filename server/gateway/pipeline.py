@@ -63,7 +63,6 @@ from server.gateway.relay import OutputStream
 from server.gateway.responder import Responder, StreamResponder, WholeResponder
 from server.gateway.retry import may_retry
 from server.gateway.routing import PairChoice, RouteRequest
-from server.gauges import Gauges, ProgressGauge
 from server.log_fields import logged
 from server.tokenizer import Tokenizer
 from server.wire.messages import Peer, TokenItem
@@ -73,6 +72,7 @@ SHUTDOWN_ANSWER_S = 2.0
 """How long requests that were cut off may take to answer and to cancel their legs."""
 
 _logger = logging.getLogger(__name__)
+_GAUGES = (Gauge.LAST_PROGRESS_NS, Gauge.IN_FLIGHT, Gauge.WAITING)
 
 
 class Gateway:
@@ -116,8 +116,6 @@ class Gateway:
             ignored=self.metrics.ignored,
         )
         self._recorder = recorder
-        self._gauges = Gauges(recorder, Gauge.IN_FLIGHT, Gauge.WAITING)
-        self._progress_gauge = ProgressGauge(recorder)
         self._tokenizer = tokenizer
         self._encoder = PromptEncoder(tokenizer)
         self._calls: set[Call] = set()
@@ -146,8 +144,9 @@ class Gateway:
             call = self._queued.get(key)
             if call is not None:
                 _record_place(call, place)
-        self._progress_gauge.show(time.monotonic_ns())
-        self._gauges.show(self.admission.in_flight, self.admission.waiting)
+        self._recorder.gauges(
+            _GAUGES, (time.monotonic_ns(), self.admission.in_flight, self.admission.waiting)
+        )
 
     # -- requests -----------------------------------------------------------------------------
 

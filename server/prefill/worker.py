@@ -15,7 +15,6 @@ from server.config import ProcessConfig
 from server.engine.base import Engine
 from server.engine.validation import check_sampling
 from server.faults import FaultHolds
-from server.gauges import Gauges
 from server.kv.radix import LOCK_OWNER, RadixCache
 from server.kv.radix import OWNER as CACHE
 from server.paired import PairedScheduler
@@ -52,6 +51,15 @@ MAX_EARLY_RESERVATIONS = 1024
 MAX_HANDED_OVER = 1024
 """Handoffs that are over here and may have to be told of again."""
 _S = PrefillState
+_GAUGES = (
+    Gauge.RUNNING,
+    Gauge.WAITING,
+    Gauge.RESERVING,
+    Gauge.TRANSFERRING,
+    Gauge.KV_PAGES_USED,
+    Gauge.KV_PAGES_CACHED,
+    Gauge.HELD_PAGES,
+)
 _WAITING = frozenset({_S.ARRIVED, _S.BOOTSTRAP, _S.QUEUED})
 
 
@@ -60,16 +68,6 @@ class PrefillWorker(PairedScheduler[PrefillLeg]):
 
     def __init__(self, config: ProcessConfig, engine: Engine, ports: Ports) -> None:
         super().__init__(config, engine, ports)
-        self._leg_gauges = Gauges(
-            ports.recorder,
-            Gauge.RUNNING,
-            Gauge.WAITING,
-            Gauge.RESERVING,
-            Gauge.TRANSFERRING,
-            Gauge.KV_PAGES_USED,
-            Gauge.KV_PAGES_CACHED,
-            Gauge.HELD_PAGES,
-        )
         self.cache = RadixCache(self.allocator, engine.layout.page_size)
         self._prompts = PromptPages(self.allocator, self.cache)
         self._pool = PoolRef(owner=config.instance, incarnation=config.incarnation)
@@ -462,14 +460,17 @@ class PrefillWorker(PairedScheduler[PrefillLeg]):
         )
         held = sum(leg.num_pages for leg in self.legs)
         running, waiting = states.count(_S.RUNNING), states.count(_S.QUEUED)
-        self._leg_gauges.show(
-            running,
-            waiting,
-            states.count(_S.BOOTSTRAP),
-            states.count(_S.SENDING),
-            held,
-            self.cache.num_pages,
-            self.quarantine.num_pages,
+        self._recorder.gauges(
+            _GAUGES,
+            (
+                running,
+                waiting,
+                states.count(_S.BOOTSTRAP),
+                states.count(_S.SENDING),
+                held,
+                self.cache.num_pages,
+                self.quarantine.num_pages,
+            ),
         )
         return WorkerLoad(
             pages_total=self.allocator.num_pages,

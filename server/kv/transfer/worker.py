@@ -19,7 +19,6 @@ from pdtrace.stages import Gauge, Mark, Outcome, Role, WaitReason
 from pdtrace.stopping import Stop, StopFlag, stop_on_signals
 from server.config import ProcessConfig
 from server.errors import StartError
-from server.gauges import Gauges, ProgressGauge
 from server.heartbeat import HeartbeatThread, Progress
 from server.injection.damage import FaultyShmTransfer, FaultyTcpTransfer
 from server.injection.injector import Injector
@@ -69,6 +68,7 @@ NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 _QUEUE_STAGE = "transfer.queue"
 _FAULT_STAGE = "transfer"
+_GAUGES = (Gauge.COPY_JOBS_WAITING, Gauge.COPIED_BYTES, Gauge.LAST_PROGRESS_NS)
 
 _logger = logging.getLogger(__name__)
 
@@ -113,8 +113,6 @@ class TransferWorker:
         self._inbox = inbox
         self._outbox = outbox
         self._recorder = recorder
-        self._gauges = Gauges(recorder, Gauge.COPY_JOBS_WAITING, Gauge.COPIED_BYTES)
-        self._progress_gauge = ProgressGauge(recorder)
         self._progress = progress
         self._round_trips = RoundTrips() if round_trips is None else round_trips
         self._now_ns = clock.monotonic_ns
@@ -485,8 +483,7 @@ class TransferWorker:
             load=WorkerLoad(running=running, waiting=waiting),
             ignored=self.ignored,
         )
-        self._gauges.show(waiting, self.copied_bytes)
-        self._progress_gauge.show(now_ns)
+        self._recorder.gauges(_GAUGES, (waiting, self.copied_bytes, now_ns))
 
     def _wait_s(self, plan: CopyPlan, max_wait_s: float) -> float:
         if plan.wake_ns is None:

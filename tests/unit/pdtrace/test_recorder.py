@@ -328,6 +328,24 @@ def test_cut_strings_are_counted(tmp_path: Path):
     assert aborted.values == ("failed", "r" * 255, "decode-0")
 
 
+def test_several_gauges_are_set_in_one_call(tmp_path: Path):
+    with open_recorder(tmp_path, raise_errors=False) as recorder:
+        assert recorder.path is not None
+        recorder.gauges((Gauge.RUNNING, Gauge.WAITING), (5, 0))
+        recorder.gauges((Gauge.WAITING, Gauge.LAST_PROGRESS_NS), (2, 2**62))
+        with RingReader(recorder.path) as reader:
+            gauges = reader.gauges()
+        assert gauges[Gauge.RUNNING] == 5
+        assert gauges[Gauge.WAITING] == 2
+        assert gauges[Gauge.LAST_PROGRESS_NS] == 2**62
+        for values in ((1,), (1, 2, 3), ("many", 1)):
+            recorder.gauges((Gauge.RUNNING, Gauge.WAITING), values)  # pyright: ignore[reportArgumentType] the mistake under test
+        assert recorder.errors == 3
+    recorder.gauges((Gauge.RUNNING,), (1,))
+    assert recorder.errors == 4
+    Recorder.disabled().gauges((Gauge.RUNNING,), (1,))
+
+
 def test_a_second_thread_is_refused_except_for_gauges(tmp_path: Path):
     with open_recorder(tmp_path, raise_errors=False) as recorder:
         trace = recorder.begin(CONTEXT)

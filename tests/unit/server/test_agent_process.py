@@ -21,6 +21,7 @@ Found = tuple[tuple[int, int, int], int]
 def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Found]]:
     """How the process stands when an agent begins to run in it: collector and open files."""
     threshold, files = gc.get_threshold(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    gc.set_threshold(700, 10, 10)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files[1] - 1, files[1]))
     seen: list[Found] = []
 
