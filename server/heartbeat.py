@@ -121,8 +121,10 @@ class HeartbeatThread:
         round_trips: RoundTrips | None = None,
         clock: Clock = SYSTEM_CLOCK,
         make_outbox: MakeOutbox = Outbox,
+        num_malformed: Callable[[], int] = lambda: 0,
     ) -> None:
         self._config = config
+        self._num_malformed = num_malformed
         self._progress = progress
         self._info = info
         self._layout = layout
@@ -201,9 +203,13 @@ class HeartbeatThread:
                 draining=draining,
                 info=self._info,
                 layout=self._layout,
-                ignored=dict(state.ignored),
+                ignored=self._ignored(state),
             ),
         )
+
+    def _ignored(self, state: ProgressState) -> dict[str, int]:
+        malformed = self._num_malformed()
+        return {**state.ignored, **({"malformed.frame": malformed} if malformed else {})}
 
     def _register(self, outbox: BeatOutbox) -> bool:
         endpoint = self._config.transfer_endpoint

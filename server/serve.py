@@ -88,6 +88,7 @@ def serve(
             round_trips=round_trips,
             clock=clock,
             make_outbox=heartbeat_outbox(injector, keys),
+            num_malformed=lambda: inbox.counters.malformed,
         )
         disturb(worker, injector, config.settings.faults)
         _discard_others_mail(inbox, config.instance)

@@ -36,7 +36,7 @@ from server.recording import open_recorder
 from server.tokenizer import load_tokenizer
 from server.wire.curve import load_keys
 from server.wire.messages import Heartbeat, HeartbeatAck, Peer
-from server.wire.sockets import AsyncInbox, Outbox
+from server.wire.sockets import AsyncInbox, InboxCounters, Outbox
 
 HTTP_STOP_S = 2
 NEVER_S = 24 * 3600
@@ -85,7 +85,7 @@ async def _serve(config: ProcessConfig, listener: socket.socket) -> None:
         source = faulty_inbox(inbox, injector)
         tasks = [
             asyncio.create_task(_deliver(source, mail, gateway, recorder.clock_id)),
-            asyncio.create_task(_tick(gateway, settings.heartbeat_s)),
+            asyncio.create_task(_tick(gateway, inbox.counters, settings.heartbeat_s)),
             asyncio.create_task(_stop_on_signal(gateway, server)),
         ]
         try:
@@ -175,10 +175,14 @@ def acknowledge(beat: Heartbeat, received_ns: int, me: Peer, clock_id: str) -> H
     )
 
 
-async def _tick(gateway: Gateway, every_s: float) -> None:
+async def _tick(gateway: Gateway, inbox: InboxCounters, every_s: float) -> None:
+    malformed = 0
     while True:
         try:
             gateway.tick()
+            for _ in range(inbox.malformed - malformed):
+                gateway.metrics.ignored("malformed")
+                malformed += 1
         except Exception:  # deaths must go on being noticed
             _logger.exception("the gateway's clock failed; it goes on")
         await asyncio.sleep(every_s)

@@ -414,5 +414,5 @@ def decode(frame: bytes | memoryview) -> AnyMessage:
         raise WireError(f"frame of {len(frame)} bytes does not start with {ENVELOPE!r}")
     try:
         return _decoder.decode(frame[len(ENVELOPE) :])
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise WireError(f"malformed message: {error}") from error

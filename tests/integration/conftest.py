@@ -9,6 +9,7 @@ import pytest
 from tests.support.server import RunningServer, running_server
 
 FAST_FAKE = "fake:step_ms=2,token_us=20"
+EDGE_KEY = "s3cret-4711-%s-key"
 
 
 @pytest.fixture(scope="session")
@@ -16,4 +17,12 @@ def fake_pd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running
     """Prefill/decode server without a model; its tokens are a hash of its KV pages."""
     run_dir = tmp_path_factory.mktemp("fake-pd") / "run"
     with running_server(run_dir, "--allow-faults", model=FAST_FAKE) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def edge_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server with an API key, for callers that mean it ill and for clients of others."""
+    run_dir = tmp_path_factory.mktemp("edge") / "run"
+    with running_server(run_dir, "--api-key", EDGE_KEY, model="fake") as server:
         yield server

@@ -526,6 +526,7 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
             round_trips=round_trips,
             clock=clock,
             make_outbox=heartbeat_outbox(injector, keys),
+            num_malformed=lambda: inbox.counters.malformed,
         )
         heartbeat.start()
         stack.callback(heartbeat.stop)
