@@ -213,7 +213,8 @@ def test_fifty_streams_that_are_closed_leave_no_noise_and_one_end_each(
 def test_request_whose_prefill_fails_has_errors_at_the_root_and_at_the_stage(
     tmp_path: Path,
 ) -> None:
-    with running_server(tmp_path / "run", "--allow-faults", model=FAST_FAKE) as server:
+    options = ("--allow-faults", "--max-retries", "0")
+    with running_server(tmp_path / "run", *options, model=FAST_FAKE) as server:
         assert ask(server, Ask(max_tokens=2)).status == 200
         pid = server.pid("prefill-0")
         with ThreadPoolExecutor() as pool:
