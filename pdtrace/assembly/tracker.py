@@ -6,7 +6,7 @@ and the time; it reads no files and no clock. Asking what is finished touches on
 something was read since, or whose time has come.
 
     OPEN (the first of a request)                                     → open
-    COMPLETED, or the gateway let go of it or died
+    COMPLETED, or the gateway died, or let go of it and was silent for `grace_ns`
         and every leg let go, and those it was routed to were heard   → finished
         else, ten times `grace_ns` after the end, or after `grace_ns`
         of silence if nobody is known to hold it                      → finished, incomplete
@@ -610,6 +610,8 @@ class RequestTracker:
                 return False, None, None
             return now_ns >= silent_at_ns, self._lost_by_gateways(request), silent_at_ns
         missing = self._still_waits_for(request, instances)
+        if missing is None and now_ns < silent_at_ns and self._is_between_attempts(request):
+            return False, None, silent_at_ns
         if missing is None and self._expects_round_trip(request):
             # Whether a clock was set during the request is known with the round trip after it.
             due_ns = request.ended_ns + self._grace_ns
@@ -646,6 +648,17 @@ class RequestTracker:
             if count:
                 lost.append(f"{process.instance} lost {count} records")
         return "; ".join(lost) or None
+
+    def _is_between_attempts(self, request: OpenRequest) -> bool:
+        """Whether a gateway that lives let go of an attempt without a word on the request, as far
+        as all that it wrote was read: the next attempt may be a moment away."""
+        if request.outcome is not None:
+            return False
+        for leg in request.legs:
+            ring = self._rings.get(leg.source.ring)
+            if leg.role is Role.GATEWAY and ring is not None and ring.source is leg.source:
+                return leg.missed_until == leg.missed_before
+        return False
 
     def _expects_round_trip(self, request: OpenRequest) -> bool:
         """Whether a process of another host, which lives and measures, has not done so since."""

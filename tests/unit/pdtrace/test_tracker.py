@@ -248,6 +248,20 @@ def test_death_that_nobody_saw_counts_from_the_last_record() -> None:
     assert request.legs[0].lost_at_ns == 70
 
 
+def test_next_attempt_may_come_a_moment_after_the_one_before_was_let_go() -> None:
+    """Reading stops between the two records, and nobody holds the request meanwhile."""
+    second = CONTEXT.next_attempt(ids=SequentialIds(500))
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, [opened(), mark(Mark.RECEIVED), mark(Mark.ABORTED), ended()], 0)
+    assert tracker.finished(GRACE_NS - 1) == []
+    tracker.feed(GATEWAY, [opened(second, 2), mark(Mark.COMPLETED, 2), ended(2)], GRACE_NS - 1)
+    [request] = tracker.finished(GRACE_NS - 1)
+    assert sorted(request.attempts) == [1, 2]
+    tracker.feed(GATEWAY, [opened(contexts(2)[1], 3), mark(Mark.RECEIVED, 3), ended(3)], 0)
+    assert tracker.finished(GRACE_NS - 1) == []
+    assert len(tracker.finished(GRACE_NS)) == 1, "no other attempt came"
+
+
 def test_request_goes_on_in_its_workers_when_its_gateway_dies() -> None:
     tracker = tracker_of()
     tracker.feed(GATEWAY, WHOLE[:2], 0)
