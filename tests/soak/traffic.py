@@ -42,14 +42,14 @@ class Habits(msgspec.Struct, frozen=True, kw_only=True):
 
     rate          requests a second, at random times
     at_once       no more are open at a time
-    drop_share    of the clients go away before they have their answer, if they can
-    drop_mean_s   after a random time of this mean
+    drop_share    of the clients mean to go away; some of them have their answer before: 30 % do
+    drop_mean_s   mean of the random time after which they go
     """
 
     rate: float = 12.0
     at_once: int = 48
-    drop_share: float = 0.3
-    drop_mean_s: float = 0.15
+    drop_share: float = 0.4
+    drop_mean_s: float = 0.05
     stream_share: float = 0.6
 
 

@@ -121,14 +121,17 @@ class FakeTimeLoop(asyncio.SelectorEventLoop):
 class Post:
     """All messages on their way, by channel.
 
-    down   processes that do not exist: what is sent to them is refused, or lost without a word
-    mute   of these, the ones of which senders do not notice
+    blocked   channels in which nothing moves for now
+    held      messages that come later than those behind them
+    down      processes that do not exist: what is sent to them is refused, or lost without a word
+    mute      of these, the ones of which senders do not notice
     """
 
     waiting: dict[Channel, deque[AnyMessage]] = field(
         default_factory=dict[Channel, deque[AnyMessage]]
     )
     held: list[tuple[Channel, AnyMessage]] = field(default_factory=list[tuple[Channel, AnyMessage]])
+    blocked: set[Channel] = field(default_factory=set[Channel])
     down: set[str] = field(default_factory=set[str])
     mute: set[str] = field(default_factory=set[str])
 
@@ -533,8 +536,10 @@ class WholeServer:
         self.loop.settle()
 
     def deliver_all(self) -> None:
-        """Hand over what is on its way now, not what comes of it."""
+        """Hand over what is on its way now and not blocked; not what comes of it."""
         for channel in self.post.channels():
+            if channel in self.post.blocked:
+                continue
             for _ in range(len(self.post.waiting[channel])):
                 if self.post.waiting[channel]:  # the gateway may forget some meanwhile
                     self.deliver(channel)

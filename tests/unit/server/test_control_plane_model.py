@@ -130,6 +130,13 @@ class ControlPlane(RuleBasedStateMachine):
             case _:
                 post.waiting[channel].rotate(-1)
 
+    @rule(sender=NUMBERS, receiver=NUMBERS)
+    def block_or_free(self, sender: int, receiver: int) -> None:
+        """Nothing moves between two for a while, and everything comes in the end."""
+        names = [GATEWAY, *self.server.workers]
+        channel = names[sender % len(names)], names[receiver % len(names)]
+        self.server.post.blocked ^= {channel}
+
     # -- processes ----------------------------------------------------------------------------
 
     @precondition(lambda self: self._kills < MAX_KILLS)
@@ -174,6 +181,7 @@ class ControlPlane(RuleBasedStateMachine):
         for instance in sorted(self.server.post.down):
             self.server.start(instance)
         self.server.post.release_held()
+        self.server.post.blocked.clear()
 
     # -- what must hold -----------------------------------------------------------------------
 
