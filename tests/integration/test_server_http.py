@@ -124,7 +124,12 @@ def test_bad_stream_is_refused_before_it_begins_and_the_response_ends(
 @pytest.mark.case("API-04")
 def test_stream_is_whole_events_however_it_is_cut(fake_pd_server: RunningServer) -> None:
     """Nothing but `data:` lines with JSON, and the end; read byte by byte as from tiny segments."""
-    body = {"model": fake_pd_server.model, "prompt": prompt_of(40, 4), "max_tokens": 9}
+    body = {
+        "model": fake_pd_server.model,
+        "prompt": prompt_of(40, 4),
+        "max_tokens": 9,
+        "temperature": 0,
+    }
     with (
         fake_pd_server.client() as client,
         client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response,
