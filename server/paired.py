@@ -119,6 +119,9 @@ class PairedScheduler(Scheduler[LegT]):
                 self.ignore("unexpected", message)
 
     def _drained(self, message: CopiesDrained) -> None:
+        if message.transfer.endpoint != self.config.transfer_endpoint:
+            self.ignore("foreign", message)  # it says nothing of this host's transfer process
+            return
         if self.registration.replaced_by(message.transfer):
             self._transfer_replaced(message.transfer)
         if self.registration.answered(message):

@@ -49,12 +49,16 @@ class RoundTrips:
         # Numbers only rise, so what is this old is the oldest.
         self._sent.pop(seq - MAX_UNDER_WAY, None)
 
+    def is_mine(self, ack: HeartbeatAck) -> bool:
+        """Whether `ack` speaks to this process: any other says nothing of who its gateway is."""
+        return ack.incarnation == self._incarnation
+
     def answered(self, ack: HeartbeatAck, arrived_ns: int) -> RoundTrip | None:
         """The round trip that `ack` ends, once for each beat; None, and counted, if it ends none.
 
         arrived_ns   own time at which it came out of the socket
         """
-        if ack.incarnation != self._incarnation:
+        if not self.is_mine(ack):
             self.ignored["foreign"] += 1
             return None
         sent_ns = self._sent.get(ack.seq)

@@ -234,7 +234,8 @@ class Scheduler(ABC, Generic[LegT]):
             self._lose_gateway(silent, f"has not answered for {limit_s:g} s")
 
     def _answered(self, message: HeartbeatAck, arrived_ns: int) -> None:
-        replaced = self._gateway.answered(message.gateway)
+        is_mine = self._ports.round_trips.is_mine(message)
+        replaced = self._gateway.answered(message.gateway) if is_mine else None
         if replaced is not None:
             self._lose_gateway(replaced, "was started anew")
         trip = self._ports.round_trips.answered(message, arrived_ns)

@@ -53,3 +53,25 @@ def test_base_install_is_light(wheel: zipfile.ZipFile) -> None:
 
 def test_licence_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
+
+
+@pytest.mark.case("PKG-01")
+@pytest.mark.parametrize("protobuf", [4, 5, 6])
+def test_base_dependencies_resolve_beside_anybodys_protobuf(protobuf: int) -> None:
+    """With 5 and 6 as they are; with 4, which no current OTLP exporter takes, without that one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        line
+        for line in project["dependencies"]
+        if protobuf > 4 or not line.startswith("opentelemetry-exporter")
+    ]
+    resolved = subprocess.run(
+        [sys.executable, "-m", "uv", "pip", "compile", "-q", "--no-header", "--no-annotate", "-"],
+        input="\n".join([*wanted, f"protobuf=={protobuf}.*"]),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert resolved.returncode == 0, resolved.stderr
+    assert f"protobuf=={protobuf}." in resolved.stdout

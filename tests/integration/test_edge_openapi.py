@@ -16,7 +16,7 @@ from tests.support.server import ROOT, RunningServer
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
-MOST_S = 45
+MOST_S = 30
 PHASES = "examples,coverage,fuzzing,stateful"
 
 

@@ -53,7 +53,7 @@ ONE_FRAME = st.one_of(
 )
 SENDING = st.lists(
     st.one_of(ONE_FRAME.map(lambda frame: [frame]), st.lists(ONE_FRAME, min_size=2, max_size=5)),
-    min_size=1,
+    min_size=10,
     max_size=30,
 )
 
@@ -91,6 +91,14 @@ def malformed(server: RunningServer) -> dict[str, float]:
     return found
 
 
+def is_message(parts: list[bytes]) -> bool:
+    try:
+        messages.decode(parts[0])
+    except messages.WireError:
+        return False
+    return len(parts) == 1
+
+
 def probe(server: RunningServer) -> int:
     request = Ask(max_tokens=4, headers={"authorization": f"Bearer {EDGE_KEY}"})
     return ask(server, request).status
@@ -103,6 +111,7 @@ def test_every_process_survives_and_counts_what_is_no_message(
     assert probe(edge_server) == 200
     before = {instance: resident_kib(pid) for instance, pid in pids.items()}
     counted = malformed(edge_server)
+    no_message = 0
 
     @settings(
         max_examples=40,
@@ -113,6 +122,8 @@ def test_every_process_survives_and_counts_what_is_no_message(
     )
     @given(SENDING)
     def bombard(sending: list[list[bytes]]) -> None:
+        nonlocal no_message
+        no_message += sum(not is_message(parts) for parts in sending)
         for push in pushes.values():
             for parts in sending:
                 push.send_multipart(parts)
@@ -121,9 +132,12 @@ def test_every_process_survives_and_counts_what_is_no_message(
     for push in pushes.values():
         push.send(b"\x00" * (MAX_MESSAGE_BYTES + 1))  # the socket itself ends this connection
         push.send(b"behind it")
+    no_message += 1
+    assert no_message > 100
+    expected = {instance: count + no_message for instance, count in counted.items()}
     deadline = time.monotonic() + WAIT_S
-    while not all(count > counted[i] + 50 for i, count in malformed(edge_server).items()):
-        assert time.monotonic() < deadline, malformed(edge_server)
+    while (found := malformed(edge_server)) != expected:
+        assert time.monotonic() < deadline, (found, expected)
         time.sleep(0.1)
     assert probe(edge_server) == 200
     assert {instance: edge_server.pid(instance) for instance in INBOXES} == pids

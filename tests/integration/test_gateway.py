@@ -71,6 +71,7 @@ async def test_stream_without_usage_option_has_no_usage_field(tmp_path: Path) ->
     assert all("usage" not in event for event in events[:-1])
 
 
+@pytest.mark.case("API-06")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_multi_byte_characters_stay_whole_across_tokens(tmp_path: Path, stream: bool) -> None:
     async with gateway_under_test(tmp_path, decode_script=speak(MULTI_BYTE, gap_s=0.001)) as g:
@@ -79,6 +80,7 @@ async def test_multi_byte_characters_stay_whole_across_tokens(tmp_path: Path, st
     assert text == MULTI_BYTE
 
 
+@pytest.mark.case("API-06")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_character_cut_off_at_the_end_becomes_one_replacement(
     tmp_path: Path, stream: bool

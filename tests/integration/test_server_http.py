@@ -103,6 +103,84 @@ def test_bad_input_gets_a_4xx_in_openais_shape(
     assert {"message", "type", "param", "code"} <= set(error)
 
 
+@pytest.mark.case("API-02")
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("field", [{"n": 0}, {"temperature": -1}, {"max_tokens": 0}], ids=str)
+def test_bad_stream_is_refused_before_it_begins_and_the_response_ends(
+    fake_pd_server: RunningServer, path: str, field: dict[str, Any]
+) -> None:
+    prompt = (
+        {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
+    )
+    with fake_pd_server.client(timeout_s=30) as client:
+        response = client.post(
+            path, json={"model": fake_pd_server.model, "stream": True, **prompt, **field}
+        )
+    assert response.status_code == 400
+    assert response.headers["content-type"] == "application/json"
+    assert response.json()["error"]["param"] == next(iter(field))
+
+
+@pytest.mark.case("API-04")
+def test_stream_is_whole_events_however_it_is_cut(fake_pd_server: RunningServer) -> None:
+    """Nothing but `data:` lines with JSON, and the end; read byte by byte as from tiny segments."""
+    body = {
+        "model": fake_pd_server.model,
+        "prompt": prompt_of(40, 4),
+        "max_tokens": 9,
+        "temperature": 0,
+    }
+    with (
+        fake_pd_server.client() as client,
+        client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response,
+    ):
+        data = b"".join(response.iter_bytes(chunk_size=1))
+    assert b"\r" not in data
+    events = data.decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(event.startswith("data: ") and "\n" not in event for event in events[:-1])
+    pieces = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    assert "".join(p["choices"][0]["text"] for p in pieces) == fake_text(prompt_of(40, 4), 9)
+
+
+@pytest.mark.case("API-08")
+def test_prompt_beyond_the_context_is_named_as_such_and_an_exact_fit_is_defined(
+    fake_pd_server: RunningServer,
+) -> None:
+    with fake_pd_server.client() as client:
+        context = client.get("/v1/models").json()["data"][0]["context_length"]
+        refused = [
+            client.post("/v1/completions", json={"model": fake_pd_server.model, "prompt": [65] * n})
+            for n in (context + 1, context)  # no room for a token of output
+        ]
+    for response in refused:
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        assert "-" not in response.json()["error"]["message"]
+    fits = ask(fake_pd_server, Ask(prompt=[65] * (context - 1), max_tokens=1))
+    assert (fits.status, fits.finish_reason) == (200, "length")
+
+
+@pytest.mark.case("API-13")
+@pytest.mark.parametrize("stream", [True, False])
+def test_one_token_is_an_answer(fake_pd_server: RunningServer, stream: bool) -> None:
+    answer = ask(fake_pd_server, Ask(prompt=prompt_of(30, 6), max_tokens=1, stream=stream))
+    assert answer.text == fake_text(prompt_of(30, 6), 1)
+    assert answer.finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage["completion_tokens"] == 1
+
+
+@pytest.mark.case("API-14")
+@pytest.mark.parametrize("length", [255, 256, 257, 2560])
+def test_prompt_about_the_budget_of_a_step_is_served_in_chunks(
+    fake_pd_server: RunningServer, length: int
+) -> None:
+    answer = ask(fake_pd_server, Ask(prompt=prompt_of(length, 7), max_tokens=3))
+    assert answer.text == fake_text(prompt_of(length, 7), 3)
+    assert ask(fake_pd_server, Ask()).status == 200
+
+
 def test_server_is_healthy_after_bad_input(fake_pd_server: RunningServer) -> None:
     with fake_pd_server.client() as client:
         assert client.get("/health").status_code == 200

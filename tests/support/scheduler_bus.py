@@ -29,6 +29,7 @@ from server.injection.injector import Injector
 from server.injection.workers import disturb, faulty_ports
 from server.kv.layout import KvLayout
 from server.prefill.worker import PrefillWorker
+from server.round_trips import RoundTrips
 from server.scheduler import IDLE_WAIT_S, Ports, Scheduler
 from server.wire.messages import (
     AnyMessage,
@@ -373,6 +374,7 @@ class Cluster:
             recorder=self.rings.recorder(role) if self._record else Recorder.disabled(),
             progress=Progress(self.clock),
             clock=self.clock.monotonic_ns,
+            round_trips=RoundTrips(config.incarnation),
         )
         classes = {
             Role.PREFILL: PrefillWorker,

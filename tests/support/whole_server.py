@@ -32,6 +32,7 @@ from server.heartbeat import Progress
 from server.kv.transfer.shm import ShmTransfer
 from server.kv.transfer.worker import TransferWorker, take_step
 from server.prefill.worker import PrefillWorker
+from server.round_trips import RoundTrips
 from server.scheduler import Ports, Scheduler
 from server.wire.messages import (
     AnyMessage,
@@ -435,6 +436,7 @@ class WholeServer:
             recorder=recorder,
             progress=progress,
             clock=self.clock.monotonic_ns,
+            round_trips=RoundTrips(peer.incarnation),
         )
         classes = {
             Role.PREFILL: PrefillWorker,
