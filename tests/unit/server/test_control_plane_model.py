@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 
 from server.config import COLOCATED, Settings
 from server.gateway import cluster, pipeline
-from tests.support.whole_server import GATEWAY, WholeServer, scarce_settings
+from tests.support.whole_server import GATEWAY, Process, WholeServer, scarce_settings
 
 EXAMPLES = int(os.environ.get("PDTRACE_MODEL_EXAMPLES", "60"))
 STEPS = 30
@@ -63,7 +63,7 @@ WISHES = st.lists(
         Wish,
         length=st.sampled_from((1, 3, 4, 5, 8, 13, 30)),
         first=st.integers(1, 3),
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.integers(1, 24),
         stream=st.booleans(),
     ),
     min_size=1,
@@ -130,6 +130,10 @@ class ControlPlane(RuleBasedStateMachine):
             case _:
                 post.waiting[channel].rotate(-1)
 
+    @rule()
+    def release_held(self) -> None:
+        self.server.post.release_held()
+
     @rule(sender=NUMBERS, receiver=NUMBERS)
     def block_or_free(self, sender: int, receiver: int) -> None:
         """Nothing moves between two for a while, and everything comes in the end."""
@@ -143,6 +147,8 @@ class ControlPlane(RuleBasedStateMachine):
     @rule(which=NUMBERS, noticed=st.booleans(), again=st.booleans())
     def kill(self, which: int, noticed: bool, again: bool) -> None:
         alive = [name for name in (*self.server.workers, GATEWAY) if self.server.is_up(name)]
+        if not alive:
+            return
         instance = alive[which % len(alive)]
         self._kills += 1
         self.server.kill(instance, noticed=noticed)
@@ -151,19 +157,20 @@ class ControlPlane(RuleBasedStateMachine):
 
     @rule(which=NUMBERS)
     def freeze_or_thaw(self, which: int) -> None:
-        processes = sorted(self.server.processes.items())
-        _, process = processes[which % len(processes)]
-        process.frozen = not process.frozen
+        if process := self._process(which):
+            process.frozen = not process.frozen
 
     # -- time ---------------------------------------------------------------------------------
 
     @rule(which=NUMBERS)
     def one_turns(self, which: int) -> None:
         """A process goes on with what it has, while nothing is delivered."""
-        processes = sorted(self.server.processes.items())
-        _, process = processes[which % len(processes)]
-        if not process.frozen:
+        if (process := self._process(which)) and not process.frozen:
             process.step()
+
+    def _process(self, which: int) -> Process | None:
+        names = sorted(self.server.processes)
+        return self.server.processes[names[which % len(names)]] if names else None
 
     @rule(turns=st.integers(1, 12))
     def all_turn(self, turns: int) -> None:
