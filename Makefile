@@ -4,6 +4,8 @@ SHELL := /usr/bin/env bash
 PYTHON ?=
 VENV := .venv/bin
 PYTEST_ARGS ?=
+# How many test modules run at a time. A module starts servers of up to seven processes.
+TEST_JOBS ?= 2
 DEMO_ARGS ?=
 SECONDS ?= 600
 SOAK_ARGS ?=
@@ -23,7 +25,7 @@ demo: setup ## serve a real model, stall some requests, name each stall's stage 
 	@$(VENV)/python -m server demo $(DEMO_ARGS)
 
 test: setup ## run all tests; PYTEST_ARGS="tests/unit -k ring" narrows them
-	@$(VENV)/python -m pytest $(PYTEST_ARGS)
+	@$(VENV)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 check: setup ## formatting, lint, types, import rules, generated files
 	$(VENV)/ruff format --check .
