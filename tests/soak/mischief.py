@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from server.injection.fault import Delay, Drop, Fault, Pause, Place, Raise, Reorder, Repeat
+from server.injection.fault import Delay, Drop, Fault, Pause, Place, Raise, Reorder, Repeat, name_of
 
 RECEIVED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -88,6 +88,8 @@ class Inject:
             case Delay() | Repeat() | Reorder():
                 what = type(fault).__name__.lower()
                 return f"{what} {fault.message} to {fault.at} by {fault.ms} ms x{fault.count}"
+            case _:
+                return f"{name_of(fault)} in {fault.at}"
 
 
 @dataclass(frozen=True, slots=True)
