@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,6 @@ from hypothesis.stateful import (
 )
 
 from server.config import COLOCATED, Settings
-from server.gateway import cluster, pipeline
 from tests.support.whole_server import GATEWAY, Process, WholeServer, scarce_settings
 
 EXAMPLES = int(os.environ.get("PDTRACE_MODEL_EXAMPLES", "60"))
@@ -88,8 +89,9 @@ class ControlPlane(RuleBasedStateMachine):
         self._ask(wishes)
 
     def _patch_time(self, fake: Any) -> None:
-        for module in (cluster, pipeline):
-            self._patch.setattr(module, "time", fake)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("server.gateway") and getattr(module, "time", None) is time:
+                self._patch.setattr(module, "time", fake)
 
     # -- clients ------------------------------------------------------------------------------
 
