@@ -167,6 +167,7 @@ def parse_request(
     # First what the caller asked for and cannot get: it explains more than a type error would.
     _check_count(raw)
     _refuse_unsupported(operation, raw)
+    raw = {name: _whole(value) for name, value in raw.items()}
     try:
         if operation is Operation.CHAT:
             fields: ChatBody | CompletionBody = msgspec.convert(raw, ChatBody)
@@ -267,6 +268,13 @@ def _max_tokens(max_tokens: int | None, max_completion_tokens: int | None) -> in
             param="max_completion_tokens",
         )
     return max_tokens if max_completion_tokens is None else max_completion_tokens
+
+
+def _whole(value: Any) -> Any:
+    """Numbers without a fraction as integers, alone or in lists: to JSON, 1.0 is one."""
+    if isinstance(value, list):
+        return [_whole(item) for item in cast("list[Any]", value)]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _completion_prompt(prompt: str | list[str | int | list[int]]) -> str | tuple[int, ...]:

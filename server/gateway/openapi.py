@@ -84,6 +84,19 @@ def openapi_document(gateway: Gateway) -> dict[str, Any]:
     return document
 
 
+_STREAM_OPTIONS_ONLY_WITH_STREAM: Mapping[str, Any] = {
+    "anyOf": [
+        {"properties": {"stream": {"const": True}}, "required": ["stream"]},
+        {"properties": {"stream_options": {"type": "null"}}},
+    ]
+}
+_ONE_LIMIT: Mapping[str, Any] = {
+    "anyOf": [
+        {"properties": {name: {"type": "null"}}} for name in ("max_tokens", "max_completion_tokens")
+    ]
+}
+
+
 def _schemas(served_name: str, *, vocab_size: int) -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(list(_BODIES.values()), ref_template=_REF)
     for operation, body in _BODIES.items():
@@ -94,6 +107,9 @@ def _schemas(served_name: str, *, vocab_size: int) -> dict[str, Any]:
                 "enum": list(harmless),
                 "description": "Not supported: only values that change nothing are accepted.",
             }
+    for body in _BODIES.values():
+        schemas[body.__name__]["allOf"] = [_STREAM_OPTIONS_ONLY_WITH_STREAM]
+    schemas[ChatBody.__name__]["allOf"].append(_ONE_LIMIT)
     schemas[CompletionBody.__name__]["properties"]["prompt"] = _prompt_schema(vocab_size)
     return {**schemas, **_RESPONSE_SCHEMAS}
 
@@ -170,7 +186,7 @@ def _post(
             "error after the first event is an event with an `error` field, then [DONE].",
             "content": {
                 **_json_content(_ref(response)),
-                "text/event-stream": {"schema": {"type": "string"}},
+                "text/event-stream": {},
             },
         },
         **{str(status): _error(text) for status, text in _GENERATION_ERRORS.items()},

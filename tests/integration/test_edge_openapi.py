@@ -47,7 +47,7 @@ def test_answers_are_what_the_description_promises(
     )
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     with edge_server.client() as client:
-        described = set(client.get("/openapi.json").json()["paths"])
+        described = set(client.get("/openapi.json").json()["paths"]) - {"/openapi.json"}
     assert described - {path for path in described if path in report.read_text()} == set()
     answer = ask(edge_server, Ask(headers={"authorization": f"Bearer {EDGE_KEY}"}))
     assert answer.status == 200

@@ -16,10 +16,10 @@ _LIMITS = ("max_tokens", "max_completion_tokens")
 
 @schemathesis.hook
 def before_call(
-    _context: schemathesis.HookContext, case: schemathesis.Case, _options: dict[str, Any]
+    _context: schemathesis.HookContext, case: schemathesis.Case[Any], _options: dict[str, Any]
 ) -> None:
     """Bound a generation that may be asked for."""
-    body = case.body
+    body: Any = case.body
     if not isinstance(body, dict) or "model" not in body:
         return
     given = [name for name in _LIMITS if body.get(name) is not None]
