@@ -456,7 +456,8 @@ def _sentence(
                 because_of = f": {loss.sentence}" if loss else ""
                 sentence += f" after {total}{because_of}; {stage} took {took}.{because}"
             if stall is not None and stall.leaf.name != stage:
-                sentence += f" Before that, {stall.leaf.name} took {_excess(stall)}."
+                when = "After" if _begins_behind(timeline, stall.leaf, stage) else "Before"
+                sentence += f" {when} that, {stall.leaf.name} took {_excess(stall)}."
             return sentence
         case VerdictKind.STALLED:
             share = chosen.excess_ns / timeline.total_ns * 100
@@ -489,6 +490,14 @@ def _sentence(
             if mostly_unexplained:
                 return f"{name} took {total}{mostly_unexplained}{because} {why}"
             return f"{name} took {total}, most in {stage}: {took} ({percent}).{because} {why}"
+
+
+def _begins_behind(timeline: Timeline, leaf: Leaf, stage: str) -> bool:
+    """Whether a stage was entered only once the other one, in which a request ended, had begun:
+    what its end took."""
+    begins = [visit.begin_ns for visit in timeline.visits_of(leaf.name)]
+    ended = [visit.begin_ns for visit in timeline.visits_of(stage)]
+    return bool(begins and ended) and min(begins) > max(ended)
 
 
 def _percent(ns: int, total_ns: int) -> str:
@@ -572,13 +581,17 @@ class _Loss:
 
 def _loss(timeline: Timeline) -> _Loss | None:
     """The process that took a stage of the last attempt with it, that of the stage in which the
-    request ended first. None if none did, or if the outcome itself names it."""
+    request ended first. None if none did, or if the outcome itself names it. What was cancelled did
+    not end by a process that was lost elsewhere, such as one that only held its KV pages."""
     if timeline.outcome is Outcome.LOST:
         return None
+    elsewhere = timeline.outcome is not Outcome.CANCELLED
     found = [
         visit
         for visit in timeline.visits
-        if visit.outcome is Outcome.LOST and visit.attempt == timeline.attempts
+        if visit.outcome is Outcome.LOST
+        and visit.attempt == timeline.attempts
+        and (elsewhere or visit.name == timeline.outcome_stage)
     ]
     found.sort(key=lambda visit: visit.name != timeline.outcome_stage)
     for visit in found:

@@ -80,11 +80,12 @@ RULES: Mapping[str, Rule | None] = MappingProxyType(
         "jobs_missing": _COPY_FAILED,
         "protocol_error": _COPY_FAILED,
         "handoff_lost": _COPY_FAILED,
+        # both legs completed, but tokens of it were lost on the way
+        "stream_incomplete": Rule(),
         # not safe
         "deadline_exceeded": None,
         "engine_error": None,
         "internal": None,
-        "stream_incomplete": None,
         "cancelled": None,
         "invalid_request": None,
         "context_length": None,

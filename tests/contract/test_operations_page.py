@@ -8,7 +8,7 @@ from pathlib import Path
 from server.gateway.retry import RULES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
-UNSHOWN = {"invalid_request", "context_length", "cancelled", "stream_incomplete"}
+UNSHOWN = {"invalid_request", "context_length", "cancelled"}
 """Never an end that an operator can do something about."""
 
 

@@ -87,6 +87,7 @@ async def test_decode_that_completes_without_a_last_token_is_a_failure(tmp_path:
 
     async with gateway_under_test(tmp_path, decode_script=forgetful) as g:
         response = await g.complete()
+        assert len(g.decode.requests) == 2, "one more attempt, before anything was written"
     assert response.status_code == 502
     assert response.json()["error"]["code"] == "stream_incomplete"
 

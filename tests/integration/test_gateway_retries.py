@@ -87,6 +87,29 @@ async def test_failed_attempt_is_followed_by_one_on_other_workers(
     assert counted
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_tokens_lost_before_the_first_byte_are_computed_once_more(
+    tmp_path: Path, stream: bool
+) -> None:
+    """Both legs say that they completed, but what decode sent has not come."""
+
+    async def lost_once(leg: LegDouble) -> None:
+        if leg.request.context.attempt > 1:
+            await speak("Hello!")(leg)
+            return
+        if not stream:
+            leg.say(b"He")
+        leg.close()
+
+    async with gateway_under_test(tmp_path, decode_script=lost_once) as g:
+        response = await g.complete(stream=stream)
+        (aborted,), (completed,) = g.marks(Mark.ABORTED), g.marks(Mark.COMPLETED)
+    answer = text_of(events_of(response.text)) if stream else text(response)
+    assert answer == "Hello!"
+    assert aborted == (Outcome.FAILED, "stream_incomplete", "decode-0")
+    assert completed[:4] == (Outcome.COMPLETED, None, None, 200)
+
+
 @pytest.mark.parametrize("reason", ["engine_error", "internal", "deadline_exceeded"])
 async def test_attempt_that_may_break_the_next_worker_too_is_the_last(
     tmp_path: Path, reason: str

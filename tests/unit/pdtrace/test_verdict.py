@@ -313,6 +313,50 @@ def test_process_that_took_a_stage_with_it_is_named_first(
         assert f": {told}decode.generate took " in verdict.sentence
 
 
+@pytest.mark.parametrize(
+    ("lost", "blamed"), [("prefill.bootstrap", False), ("decode.generate", True)]
+)
+def test_cancelled_request_is_not_put_down_to_a_process_lost_beside_it(
+    lost: str, blamed: bool
+) -> None:
+    """The client left; that another leg of it died meanwhile is not why."""
+    trace = Story(
+        request_id="left",
+        outcome=Outcome.CANCELLED,
+        reason="client_disconnected",
+        by="client",
+        ends_in="decode.generate",
+    ).trace()
+    gone = {a.OUTCOME.key: "lost", a.OUTCOME_BY.key: "w-0", a.OUTCOME_REASON.key: "process_lost"}
+    assert lost in {span.attributes.get(a.STAGE.key) for span in trace.spans}
+    spans = [
+        replace(span, attributes={**span.attributes, **gone})
+        if span.attributes.get(a.STAGE.key) == lost
+        else span
+        for span in trace.spans
+    ]
+    [verdict] = judge_all([build_timeline(replace(trace, spans=spans))])
+    assert verdict.cause == ("w-0 was lost" if blamed else None)
+    assert ("w-0 was lost with it" in verdict.sentence) is blamed
+    assert ("by client" in verdict.sentence) is not blamed
+
+
+def test_what_the_end_took_is_told_as_after_the_stage_it_ended_in() -> None:
+    left = Story(request_id="left", outcome=Outcome.CANCELLED, by="client")
+    trace = left.stalled("gateway.finish", 2.0).trace()
+    spans = [
+        replace(span, attributes={**span.attributes, a.OUTCOME_STAGE.key: "decode.generate"})
+        if span.parent_id is None
+        else span
+        for span in trace.spans
+    ]
+    timelines = [build_timeline(story.trace()) for story in healthy()]
+    timelines.append(build_timeline(replace(trace, spans=spans)))
+    verdict = judge_all(timelines)[-1]
+    assert verdict.stage == "decode.generate"
+    assert " After that, gateway.finish took " in verdict.sentence
+
+
 def test_unfinished_request_also_tells_what_held_it_up_before() -> None:
     ended = Story(request_id="ended", outcome=Outcome.TIMED_OUT, ends_in="decode.queue")
     verdict = judged([*healthy(), ended.stalled("transfer", 4.0)])[-1][1]
