@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ CASES = {
 }
 
 
+@cache
 def marked_cases() -> dict[str, set[str]]:
     """Case id → tests (or modules) that carry its mark."""
     found: dict[str, set[str]] = defaultdict(set)
