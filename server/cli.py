@@ -278,7 +278,7 @@ def up(
             max_concurrency=max_concurrency,
             max_queue=max_queue,
             max_retries=max_retries,
-            clients=parse_client_limits(client_limits),
+            client_limits=parse_client_limits(client_limits),
             gap_threshold_s=gap_threshold_s,
             api_key=api_key,
             allow_faults=allow_faults,

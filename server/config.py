@@ -112,7 +112,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int = 256
     max_retries: int = 1  # further attempts of a request after one that failed
     max_body_bytes: int = 8 * 1024 * 1024
-    clients: ClientLimits = ClientLimits()
+    client_limits: ClientLimits = ClientLimits()
     heartbeat_s: float = 0.5
     dead_after_s: float = 3.0
     stalled_after_s: float = 15.0

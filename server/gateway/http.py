@@ -173,7 +173,7 @@ class _GenerationEndpoint:
         check_headers(headers, limit=limit)
         call.faults = _faults(headers, allowed=settings.allow_faults)
         try:
-            body = await read_body(receive, limit=limit, timeout_s=settings.clients.body_s)
+            body = await read_body(receive, limit=limit, timeout_s=settings.client_limits.body_s)
         except BodyTooSlow:
             table: Connections | None = scope["state"].get(CONNECTIONS)
             if table is not None:

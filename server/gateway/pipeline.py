@@ -171,7 +171,7 @@ class Gateway:
             stage_began_ns=received_ns,
             send=send,
             headers=headers,
-            responder=Responder(send, headers, timeout_s=self.settings.clients.unread_s),
+            responder=Responder(send, headers, timeout_s=self.settings.client_limits.unread_s),
             queue_left_s=self.settings.deadlines.gateway_queue_s,
         )
 
@@ -517,7 +517,7 @@ class Gateway:
             fingerprint=f"fp_{self.model.fingerprint[:12]}",
             include_usage=request.include_usage,
         )
-        timeout_s = self.settings.clients.unread_s
+        timeout_s = self.settings.client_limits.unread_s
         if request.stream:
             return StreamResponder(
                 call.send,

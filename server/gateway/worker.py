@@ -105,7 +105,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, gateway: Gateway, *, on_start: Callable[[], None] = lambda: None) -> None:
         self._on_start = on_start
-        limits = gateway.settings.clients
+        limits = gateway.settings.client_limits
         table = Connections(affordable(limits.max_connections), gateway.metrics.registry)
         super().__init__(
             uvicorn.Config(

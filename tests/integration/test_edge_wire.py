@@ -80,10 +80,10 @@ def resident_kib(pid: int) -> int:
 def malformed(server: RunningServer) -> dict[str, float]:
     """Frames that each process has counted as no message."""
     with server.client() as client:
-        lines = client.get("/metrics").text.splitlines()
+        lines = client.get("/metrics").text.split("\n")
     found: dict[str, float] = dict.fromkeys(INBOXES, 0.0)
     for line in lines:
-        value = float(line.rpartition(" ")[2]) if not line.startswith("#") else 0.0
+        value = float(line.rpartition(" ")[2]) if line and line[0] != "#" else 0.0
         if line.startswith('pd_gateway_ignored_messages_total{type="malformed"}'):
             found["gateway-0"] = value
         elif line.startswith("pd_messages_ignored_total{") and 'why="malformed"' in line:

@@ -139,7 +139,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_head_that_never_ends_is_given_up_however_it_trickles(tmp_path: Path) -> None:
-    async with gateway_under_test(tmp_path, clients=limits(head_s=SHORT_S)) as g:
+    async with gateway_under_test(tmp_path, client_limits=limits(head_s=SHORT_S)) as g:
         async with raw(g) as silent:
             assert await silent.rest() == b""
         async with raw(g) as slow:
@@ -161,7 +161,7 @@ async def test_head_that_never_ends_is_given_up_however_it_trickles(tmp_path: Pa
 
 
 async def test_body_that_trickles_is_given_up_and_traced(tmp_path: Path) -> None:
-    async with gateway_under_test(tmp_path, clients=limits(body_s=SHORT_S)) as g:
+    async with gateway_under_test(tmp_path, client_limits=limits(body_s=SHORT_S)) as g:
         async with raw(g) as client:
             await client.send(POST + b"content-length: 5000\r\n\r\n")
             sending = asyncio.create_task(client.trickle(b" " * 5000))
@@ -177,7 +177,7 @@ async def test_body_that_trickles_is_given_up_and_traced(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("framing", [b"content-length: 500000", b"transfer-encoding: chunked"])
 async def test_body_behind_an_answer_keeps_no_connection(tmp_path: Path, framing: bytes) -> None:
-    async with gateway_under_test(tmp_path, clients=limits(body_s=SHORT_S)) as g:
+    async with gateway_under_test(tmp_path, client_limits=limits(body_s=SHORT_S)) as g:
         async with raw(g) as client:
             await client.send(b"GET /ready HTTP/1.1\r\nhost: x\r\n" + framing + b"\r\n\r\n")
             assert (await client.answer())[0] == 200
@@ -187,7 +187,7 @@ async def test_body_behind_an_answer_keeps_no_connection(tmp_path: Path, framing
 
 async def test_connection_is_idle_only_so_long(tmp_path: Path) -> None:
     """Also behind a body that ended after its answer, when the server's own timer is gone."""
-    async with gateway_under_test(tmp_path, clients=limits(idle_s=SHORT_S)) as g:
+    async with gateway_under_test(tmp_path, client_limits=limits(idle_s=SHORT_S)) as g:
         async with raw(g) as client, raw(g) as late:
             await client.send(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
             await late.send(b"GET /ready HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n")
@@ -207,7 +207,7 @@ async def test_client_that_reads_nothing_ends_its_request_and_its_connection(
                 await asyncio.sleep(0.005)
 
     async with gateway_under_test(
-        tmp_path, decode_script=chatter, clients=limits(unread_s=SHORT_S)
+        tmp_path, decode_script=chatter, client_limits=limits(unread_s=SHORT_S)
     ) as g:
         keep_little(g)
         body = json.dumps({"model": "fake", "prompt": "hi", "stream": True}).encode()
@@ -223,7 +223,7 @@ async def test_client_that_reads_nothing_ends_its_request_and_its_connection(
 async def test_answer_that_nobody_takes_does_not_outlive_its_connection(tmp_path: Path) -> None:
     """No request is in progress any more; what is left is bytes for a client that does not read."""
     async with (
-        gateway_under_test(tmp_path, clients=limits(unread_s=SHORT_S)) as g,
+        gateway_under_test(tmp_path, client_limits=limits(unread_s=SHORT_S)) as g,
         raw(g, receive_bytes=4096) as client,
     ):
         await client.send(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 2000)
@@ -239,7 +239,7 @@ async def test_connections_are_bounded_and_idle_ones_make_room(tmp_path: Path) -
     body = json.dumps({"model": "fake", "prompt": "hi", "stream": True}).encode()
     ask = POST + b"content-length: %d\r\n\r\n" % len(body) + body
     async with gateway_under_test(
-        tmp_path, decode_script=forever, clients=limits(max_connections=3)
+        tmp_path, decode_script=forever, client_limits=limits(max_connections=3)
     ) as g:
         assert (await g.client.get("/ready")).status_code == 200  # one idle connection
         async with raw(g) as first, raw(g) as second, raw(g) as third:
@@ -260,7 +260,7 @@ async def test_connections_are_bounded_and_idle_ones_make_room(tmp_path: Path) -
 
 
 async def test_crowd_of_unfinished_heads_does_not_keep_others_out(tmp_path: Path) -> None:
-    async with gateway_under_test(tmp_path, clients=limits(max_connections=5)) as g:
+    async with gateway_under_test(tmp_path, client_limits=limits(max_connections=5)) as g:
         async with contextlib.AsyncExitStack() as stack:
             crowd = [await stack.enter_async_context(raw(g)) for _ in range(5)]
             for client in crowd:
@@ -327,7 +327,10 @@ async def test_hostile_heads_are_answered_and_never_with_a_500(
 
 
 async def test_vanished_client_is_noticed_by_the_kernel(tmp_path: Path) -> None:
-    async with gateway_under_test(tmp_path, clients=limits(unread_s=4)) as g, raw(g) as client:
+    async with (
+        gateway_under_test(tmp_path, client_limits=limits(unread_s=4)) as g,
+        raw(g) as client,
+    ):
         await client.send(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
         await client.answer()
         for connection in g.server.server_state.connections:
