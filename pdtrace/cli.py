@@ -258,13 +258,15 @@ def _complain_of_several(error: SeveralRequestsError) -> None:
         f"  {t.request_id or '(no request id)'}  trace {t.trace_id}"
         + (f"  root span {t.root_id}" if share_a_trace else "")
         + f"  {seconds_text(t.total_ns)}"
-        + (" so far" if t.open else "")
+        + (" so far" if t.open else f"  {t.outcome.value}" if t.outcome else "")
         for t in found[:_MAX_CANDIDATES]
     ]
     if len(found) > _MAX_CANDIDATES:
         lines.append(f"  and {len(found) - _MAX_CANDIDATES} more")
     other = "the id of a root span" if share_a_trace else "a trace id"
-    _complain(f"{error}; give a longer id or {other}:")
+    if len({t.request_id for t in found}) > 1:
+        other = f"a longer id or {other}"
+    _complain(f"{error}; give {other}:")
     for line in lines:
         print(clean(line), file=sys.stderr)
 

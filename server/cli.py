@@ -38,6 +38,7 @@ app = typer.Typer(
     help="A prefill/decode-disaggregated LLM server that records where each request's time goes.",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
 )
 
@@ -164,7 +165,7 @@ def up(
         int, typer.Option(help="Requests admitted at once by the gateway.")
     ] = DEFAULTS.max_concurrency,
     max_queue: Annotated[
-        int, typer.Option(help="Requests that may wait at the gateway; more get 429 or 503.")
+        int, typer.Option(help="Requests that may wait at the gateway; more get 429.")
     ] = DEFAULTS.max_queue,
     max_retries: Annotated[
         int,

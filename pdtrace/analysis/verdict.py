@@ -484,7 +484,7 @@ def _sentence(
                 sentence += because + _as_others(chosen)
             return sentence
         case VerdictKind.UNKNOWN:
-            why = "There is no other request to say whether that is slow."
+            why = "There is no other completed request to say whether that is slow."
             if chosen.usual is not None:
                 why = "Its outcome is not known."
             if mostly_unexplained:

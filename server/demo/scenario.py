@@ -28,6 +28,7 @@ HEADER_STAGES = (
 ROUNDS = 2
 HEALTHY_PER_VICTIM = 2
 MIN_STALL_S = 3.0
+MAX_STALL_S = 24.0  # the ballast's 60 s are the most that a fault header takes
 BALLAST = 2.5  # times as long as the other stalls
 AT_ONCE = 3
 DECODE_PAGES = 112
@@ -83,9 +84,10 @@ class DemoRequest:
 def stall_ms(usual_s: float) -> int:
     """How long to hold a stage where an unhindered request takes `usual_s` seconds.
 
-    A stall has to stand out: on a slow or busy machine it has to be longer.
+    A stall has to stand out: on a slow or busy machine it has to be longer. Not without end, as
+    the server refuses delays that are too long, and gives a transfer up after 30 s.
     """
-    return round(max(MIN_STALL_S, 1.5 * usual_s) * 1000)
+    return round(min(max(MIN_STALL_S, 1.5 * usual_s), MAX_STALL_S) * 1000)
 
 
 def warm_up() -> list[DemoRequest]:

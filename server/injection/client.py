@@ -101,7 +101,10 @@ def _read_state(run_dir: Path) -> _Server:
     except msgspec.MsgspecError as error:
         raise StartError(f"{path} is no server's state: {error}") from error
     if server.stopped_at is not None:
-        raise StartError(f"the server of {run_dir} has stopped")
+        raise StartError(
+            f"the server of {run_dir.resolve()} has stopped: --run-dir names the folder of a "
+            "running server"
+        )
     if not server.settings.allow_faults:
         raise StartError(f"the server of {run_dir} allows no faults: start it with --allow-faults")
     return server

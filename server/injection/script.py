@@ -26,6 +26,8 @@ MESSAGE_NAMES = frozenset(
 )
 """Messages that can be hit: all but those that speak of faults."""
 
+KINDS = tuple(str(kind.__struct_config__.tag) for kind in get_args(Fault))
+
 _BYTE = re.compile(r" \(byte (\d+)\)$")
 _PATH = re.compile(r" - at `\$(.*)`$")
 
@@ -53,6 +55,7 @@ def parse_faults(text: str, *, source: str) -> tuple[Fault, ...]:
     faults: list[Fault] = []
     for number, item in enumerate(items, 1):  # pyright: ignore[reportUnknownArgumentType]  any JSON
         where = f"{source}: fault {number}"
+        _check_kind(item, where)
         try:
             fault = msgspec.convert(item, Fault)
         except msgspec.ValidationError as error:
@@ -61,6 +64,13 @@ def parse_faults(text: str, *, source: str) -> tuple[Fault, ...]:
         _check_stage(fault, where)
         faults.append(fault)
     return tuple(faults)
+
+
+def _check_kind(item: Any, where: str) -> None:
+    if isinstance(item, dict) and "kind" in item and item["kind"] not in KINDS:
+        raise StartError(
+            f"{where}.kind: {item['kind']!r} is no fault, expected one of {', '.join(KINDS)}"
+        )
 
 
 def _check_message(fault: Fault, where: str) -> None:

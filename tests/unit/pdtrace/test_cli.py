@@ -86,6 +86,7 @@ def test_ambiguous_id_lists_the_candidates(recording: Path) -> None:
     assert result.stdout == ""
     assert "'req-' names 12 requests; give a longer id or a trace id:" in result.stderr
     assert "  req-3  trace " in result.stderr
+    assert "s  completed\n" in result.stderr
     assert "and 2 more" in result.stderr
 
 
@@ -98,7 +99,7 @@ def test_tries_of_one_request_in_one_trace_are_told_apart_by_their_root_span(
     path.write_bytes(b"".join(json_lines.encode_line(spans) for spans in shared))
     result = invoke("why", "again", "--from", path)
     assert result.exit_code == 2
-    assert "'again' names 2 requests; give a longer id or the id of a root span:" in result.stderr
+    assert "'again' names 2 requests; give the id of a root span:" in result.stderr
     for spans in shared:
         root = next(span for span in spans if span.attributes.get(a.SPAN.key) == "request")
         assert f"root span {root.span_id}" in result.stderr

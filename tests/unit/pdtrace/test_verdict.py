@@ -372,7 +372,7 @@ def test_without_peers_the_longest_stage_is_named_and_nothing_is_claimed() -> No
     assert verdict.confidence is Confidence.NONE
     assert verdict.stage == "decode.generate"
     assert (verdict.usual_ns, verdict.excess_ns, verdict.stalled) == (None, None, False)
-    assert "no other request" in verdict.sentence
+    assert "no other completed request" in verdict.sentence
     assert verdict.notes
 
 

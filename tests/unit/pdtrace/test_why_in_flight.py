@@ -144,7 +144,7 @@ def test_id_that_came_again_is_not_only_the_finished_one(
     hold(recorders, "again")
     result = invoke("why", "again", "--from", tmp_path)
     assert result.exit_code == 2
-    assert "'again' names 2 requests; give a longer id or a trace id" in result.stderr
+    assert "'again' names 2 requests; give a trace id" in result.stderr
     assert result.stderr.count("so far") == 1
     [line] = [line for line in result.stderr.splitlines() if "so far" in line]
     trace_id = line.split("trace ")[1].split()[0]

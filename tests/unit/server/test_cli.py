@@ -22,6 +22,7 @@ NOT_OPTIONS = {
     "stalled_after_s": "follows heartbeat_s",
     "deadlines": "a structure of its own",
     "clock_faults": "--clock-fault, once for each process",
+    "clients": "--client-limits, all in one",
 }
 
 
@@ -159,3 +160,8 @@ def test_too_large_pools_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
         "--port", "0", "--run-dir", str(tmp_path / "run"), "--decode-pages", "1" + "0" * 12
     )
     assert "KV pools need" in line
+
+
+def test_help_has_a_short_form_for_every_command() -> None:
+    assert server("-h").stdout == server("--help").stdout
+    assert "--faults" in server("up", "-h").stdout

@@ -8,6 +8,7 @@ import pytest
 
 from pdtrace.analysis.timeline import Timeline, build_timeline
 from pdtrace.stages import Outcome
+from server.config import Deadlines
 from server.demo.drive import ClientView
 from server.demo.report import Judged, Report, compare
 from server.demo.scenario import DemoRequest, full_pool, stall_ms, traffic, warm_up
@@ -131,3 +132,10 @@ def test_scenario_is_the_same_every_time() -> None:
 def test_stalls_stand_out_on_a_slow_machine_too() -> None:
     assert stall_ms(0.5) == 3000
     assert stall_ms(10.0) == 15_000
+
+
+def test_stalls_stay_below_what_the_server_refuses_and_gives_up() -> None:
+    longest = stall_ms(1000.0)
+    assert longest < Deadlines().transfer_s * 1000
+    for request in [*traffic(longest), *full_pool(longest)]:
+        assert parse_faults(request.fault_header) == request.faults
