@@ -48,6 +48,12 @@ _by_time = attrgetter("t_ns")
 _MODES = {mode.value: mode for mode in Mode}
 
 
+def _begun_by_another(begin: Stamp, leg: Leg) -> bool:
+    """Whether a process of `leg`'s role that is not `leg`'s began a stage, such as the one that the
+    next attempt went to: then the loss of `leg` is another attempt's."""
+    return begin.leg is not leg and begin.leg.process.role is leg.process.role
+
+
 def place_of(mark: Mark, attr: a.Attr) -> int:
     """Where an attribute stands among a mark's values; beyond them if the mark lacks it."""
     attrs = MARKS[mark].attrs
@@ -444,7 +450,12 @@ class Evidence:
             finish = self.finish(stage, attempt)
             if self.is_open(stage, attempt) or (finish is not None and finish.t_ns > at_ns):
                 open_then.append(stage)
-        dead = {leg.process.role for leg in self.lost}
+        begins = [self.begin(stage, attempt) for stage in open_then]
+        dead = {
+            leg.process.role
+            for leg in self.lost
+            if not any(begin is not None and _begun_by_another(begin, leg) for begin in begins)
+        }
         gave_up = {stamp.role for stamp in aborts[:1] if stamp.role is not Role.GATEWAY}
         for roles in (dead, gave_up):
             for stage in open_then:
@@ -462,7 +473,7 @@ class Evidence:
         if stage.end is Mark.COMPLETED and Mark.COMPLETED in self.first:
             return self.end  # whoever gave up before: the gateway works on the answer until then
         for leg in self.lost:
-            if leg.process.role in stage.roles:
+            if leg.process.role in stage.roles and not _begun_by_another(begin, leg):
                 loss = self.loss(leg, not_before_ns=begin.t_ns)
                 # The request goes on waiting in this stage until somebody notices.
                 return replace(loss, t_ns=end.t_ns) if end.t_ns > begin.t_ns else loss

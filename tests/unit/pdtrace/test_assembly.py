@@ -552,6 +552,29 @@ def test_retry_is_a_second_attempt_linked_to_the_first() -> None:
     assert len([s for s in spans if s.name in ("gateway.ingest", "gateway.queue")]) == 2
 
 
+def test_process_lost_in_one_attempt_is_not_lost_in_the_next_one_too() -> None:
+    first = request_of(until(pd_moments(), 5_000), lost={PREFILL: 8_000})
+    second = request_of([m for m in until(pd_moments(), 5_000) if m[2] >= 500], attempt=2)
+    for leg in second.legs:
+        leg.marks = [
+            MarkRecord(mark=m.mark, key=2, attempt=2, t_ns=m.t_ns + 10 * MS, values=m.values)
+            for m in leg.marks
+        ]
+        another = Resource(attributes={**leg.process.resource.attributes, "process.pid": 4711})
+        leg.process = dataclasses.replace(leg.process, resource=another)
+    gateway = next(leg for leg in first.legs if leg.process.role is GATEWAY)
+    abort = aborted(GATEWAY, 9_000, "failed", "worker_lost", "prefill-0")
+    done = completed(31_000, "failed", "worker_lost", "gateway", 502)
+    gateway.marks.append(record(abort[1], START_NS + 9_000 * US, abort[3]))
+    gateway.marks.append(record(done[1], START_NS + 31_000 * US, done[3], attempt=2))
+    first.legs = [*first.legs, *second.legs]
+    computes = [span for span in assemble(first) if span.name == "prefill.compute"]
+    assert [(s.attributes[a.OUTCOME.key], s.attributes[a.OUTCOME_BY.key]) for s in computes] == [
+        ("lost", "prefill-0"),
+        ("failed", "gateway"),
+    ]
+
+
 @pytest.mark.parametrize("told", ["finished", "told to stop"])
 def test_decode_that_goes_on_after_the_answer_does_not_outlast_the_request(told: str) -> None:
     moments = [m for m in pd_moments() if m[1] is not Mark.DECODE_FINISHED]
