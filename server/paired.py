@@ -122,7 +122,7 @@ class PairedScheduler(Scheduler[LegT]):
         if message.transfer.endpoint != self.config.transfer_endpoint:
             self.ignore("foreign", message)  # it says nothing of this host's transfer process
             return
-        if self.registration.replaced_by(message.transfer):
+        if self.registration.replaced_by(message.transfer, message.started_ns):
             self._transfer_replaced(message.transfer)
         if self.registration.answered(message):
             return

@@ -50,6 +50,7 @@ class Registration:
         self._open = False  # a question was not answered yet
         self._silence = Silence()
         self._transfer: str | None = None
+        self._started_ns = 0
         self._retired: deque[str] = deque(maxlen=_REMEMBERED)
 
     def ask(self, now_ns: int) -> None:
@@ -72,13 +73,17 @@ class Registration:
         self.known = False
         self._asked_ns = None
 
-    def replaced_by(self, transfer: Peer) -> bool:
-        """Whether `transfer`, which gave an answer just now, took another one's place. It knows of
-        no pool yet, unless the answer is one to a registration."""
+    def replaced_by(self, transfer: Peer, started_ns: int) -> bool:
+        """Whether `transfer`, which answered just now and started at `started_ns`, took the place
+        of another one. It knows of no pool yet, unless the answer is one to a registration."""
         incarnation = transfer.incarnation
         if incarnation == self._transfer or incarnation in self._retired:
             return False
+        if self._transfer is not None and started_ns < self._started_ns:
+            self._retired.append(incarnation)  # late words of one that is gone
+            return False
         before, self._transfer = self._transfer, incarnation
+        self._started_ns = started_ns
         if before is None:
             return False
         self._retired.append(before)

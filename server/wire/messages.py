@@ -297,11 +297,14 @@ class CancelCopies(Message, frozen=True, kw_only=True):
 class CopiesDrained(Message, frozen=True, kw_only=True):
     """Transfer → asker: no job of this handoff is running or will run; its pages may be reused.
 
-    transfer   who answers: another incarnation knows nothing of what the one before it was told
+    transfer     who answers: another incarnation knows nothing of what the one before it was told
+    started_ns   when it started, on its clock: answers may overtake each other, so what comes last
+                 need not be from the latest
     """
 
     handoff_id: str
     transfer: Peer
+    started_ns: int = 0
 
 
 # -- workers → gateway ------------------------------------------------------------------------

@@ -212,7 +212,7 @@ MESSAGES: list[AnyMessage] = [
     CopyDone(handoff_id="ho-1", index=1, last=True, num_bytes=1_474_560),
     CopyFailed(handoff_id="ho-1", index=1, reason="peer_lost", message="broke", settled=True),
     CancelCopies(handoff_id="ho-1", reply_to=DECODE),
-    CopiesDrained(handoff_id="ho-1", transfer=TRANSFER),
+    CopiesDrained(handoff_id="ho-1", transfer=TRANSFER, started_ns=1_000_000_000_123),
     Tokens(
         instance="decode-0",
         items=(
@@ -373,9 +373,9 @@ GOLDEN: dict[str, str] = {
         "64ab696e6361726e6174696f6ea26262"
     ),
     "CopiesDrained": (
-        "5044540283a474797065ad436f70696573447261696e6564aa68616e646f66665f6964a4686f2d31a8747261"
+        "5044540284a474797065ad436f70696573447261696e6564aa68616e646f66665f6964a4686f2d31a8747261"
         "6e7366657283a8696e7374616e6365aa7472616e736665722d30a8656e64706f696e74ac6970633a2f2f2f72"
-        "756e2f74ab696e6361726e6174696f6ea26464"
+        "756e2f74ab696e6361726e6174696f6ea26464aa737461727465645f6e73cf000000e8d4a5107b"
     ),
     "Tokens": (
         "5044540283a474797065a6546f6b656e73a8696e7374616e6365a86465636f64652d30a56974656d739285aa"

@@ -203,7 +203,11 @@ class TransferDouble:
                 self._end(message.handoff_id)
                 self._outbox.send(
                     message.reply_to.endpoint,
-                    CopiesDrained(handoff_id=message.handoff_id, transfer=self.peer),
+                    CopiesDrained(
+                        handoff_id=message.handoff_id,
+                        transfer=self.peer,
+                        started_ns=self._restarts,
+                    ),
                 )
             case _:
                 raise AssertionError(f"transfer got {message}")

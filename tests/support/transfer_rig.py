@@ -40,7 +40,9 @@ DESTINATION = PoolRef(owner="decode-0", incarnation="d")
 
 
 def drained(handoff_id: str) -> CopiesDrained:
-    return CopiesDrained(handoff_id=handoff_id, transfer=TRANSFER)
+    return CopiesDrained(
+        handoff_id=handoff_id, transfer=TRANSFER, started_ns=FakeClock().monotonic_ns()
+    )
 
 
 @dataclass

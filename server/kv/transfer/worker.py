@@ -120,6 +120,7 @@ class TransferWorker:
         self._me = Peer(
             instance=config.instance, endpoint=config.endpoint, incarnation=config.incarnation
         )
+        self._started_ns = clock.monotonic_ns()
         self._register_errors: dict[str, str] = {}
         self._askers: dict[str, list[Peer]] = {}  # who waits for the drain of a handoff
         self._swept_ns = clock.monotonic_ns()
@@ -435,7 +436,12 @@ class TransferWorker:
             self._end_drained(handoff, askers)
         self.jobs.close(event.handoff_id)
         for peer in askers:
-            self._send(peer, CopiesDrained(handoff_id=event.handoff_id, transfer=self._me))
+            self._send(
+                peer,
+                CopiesDrained(
+                    handoff_id=event.handoff_id, transfer=self._me, started_ns=self._started_ns
+                ),
+            )
 
     def _end_drained(self, handoff: TransferHandoff, askers: list[Peer]) -> None:
         running = handoff.running

@@ -121,8 +121,12 @@ class Asked:
     def answer(self, transfer: str) -> tuple[bool, bool]:
         """Whether the transfer was replaced, and whether the answer was to the question."""
         question = next(m for m in reversed(self.sent) if isinstance(m, CancelCopies))
-        message = CopiesDrained(handoff_id=question.handoff_id, transfer=peer(transfer))
-        replaced = self.registration.replaced_by(message.transfer)
+        message = CopiesDrained(
+            handoff_id=question.handoff_id,
+            transfer=peer(transfer),
+            started_ns=int(transfer[1:]),
+        )
+        replaced = self.registration.replaced_by(message.transfer, message.started_ns)
         return replaced, self.registration.answered(message)
 
 
@@ -168,13 +172,24 @@ def test_answer_of_another_transfer_process_says_that_the_first_one_is_gone() ->
     asked = Asked()
     asked.registration.ask(0)
     assert asked.answer("t1") == (False, True)
-    assert asked.registration.replaced_by(peer("t2"))
+    assert asked.registration.replaced_by(peer("t2"), 2)
     assert not asked.registration.known, "it was not asked yet"
     asked.registration.ask(1)
     assert asked.answer("t1") == (False, True)
     assert not asked.registration.known, "an answer of the dead one"
     assert asked.answer("t2") == (False, True)
     assert asked.registration.known
+
+
+def test_late_words_of_a_transfer_process_never_heard_before_do_not_replace_the_live_one() -> None:
+    asked = Asked()
+    asked.registration.ask(0)
+    assert asked.answer("t2") == (False, True)
+    assert asked.answer("t1") == (False, True)
+    assert asked.registration.known
+    assert asked.answer("t2") == (False, True)
+    assert asked.registration.known
+    assert asked.answer("t3") == (True, True)
 
 
 # -- the other leg's worker -----------------------------------------------------------------------

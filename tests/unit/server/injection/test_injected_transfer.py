@@ -41,6 +41,11 @@ DECODE = Peer(instance="decode-0", endpoint="d0", incarnation="d")
 TRANSFER = Peer(instance="transfer-0", endpoint="t0", incarnation="t")
 
 
+def drained(handoff_id: str) -> CopiesDrained:
+    started_ns = FakeClock().monotonic_ns()
+    return CopiesDrained(handoff_id=handoff_id, transfer=TRANSFER, started_ns=started_ns)
+
+
 @dataclass
 class Mail:
     waiting: list[AnyMessage] = field(default_factory=list[AnyMessage])
@@ -173,9 +178,7 @@ def test_a_later_copy_job_that_raises_takes_its_handoff_along(rig: Rig) -> None:
 
 
 def test_a_job_of_a_cancelled_handoff_that_raises_is_over_already(rig: Rig) -> None:
-    assert rig.step(CancelCopies(handoff_id="a", reply_to=DECODE)) == [
-        CopiesDrained(handoff_id="a", transfer=TRANSFER)
-    ]
+    assert rig.step(CancelCopies(handoff_id="a", reply_to=DECODE)) == [drained("a")]
     rig.arm(Raise(place=Place.MESSAGE, message="CopyJob"))
     assert rig.step(job("a")) == []
 
@@ -187,7 +190,7 @@ def test_another_message_that_raises_is_lost_alone(rig: Rig) -> None:
         CancelCopies(handoff_id="y", reply_to=DECODE),
         job("a"),
     )
-    assert told == [CopiesDrained(handoff_id="y", transfer=TRANSFER), done("a")]
+    assert told == [drained("y"), done("a")]
 
 
 def test_a_frozen_transfer_holds_the_last_copy_and_says_so(rig: Rig) -> None:
