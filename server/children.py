@@ -106,39 +106,24 @@ def first_exited(children: Iterable[Child]) -> Child | None:
 
 
 def stop(
-    children: Sequence[Child],
-    *,
-    timeout_s: float,
-    hurry: Callable[[], bool] = lambda: False,
-    remind_s: float | None = None,
+    children: Sequence[Child], *, timeout_s: float, hurry: Callable[[], bool] = lambda: False
 ) -> list[Child]:
     """SIGTERM to all of `children`, then SIGKILL to those that still run after `timeout_s`.
 
     `hurry` is asked while waiting; once it is true, the rest is killed at once. Returns the
     children that had to be killed.
-
-    remind_s   how often to tell those again to whom a second SIGTERM says nothing new: about one
-               worker in a hundred was seen to go on as if it had never been told
     """
     running = [child for child in children if child.exit_code is None]
     for child in running:
-        _tell_to_stop(child)
-    begun = told = time.monotonic()
-    while running and time.monotonic() < begun + timeout_s and not hurry():
+        child.process.send_signal(signal.SIGTERM)
+        # A stopped process takes no SIGTERM before it continues.
+        child.process.send_signal(signal.SIGCONT)
+    deadline = time.monotonic() + timeout_s
+    while running and time.monotonic() < deadline and not hurry():
         time.sleep(_POLL_S)
         running = [child for child in running if child.exit_code is None]
-        if remind_s is not None and time.monotonic() >= told + remind_s:
-            told = time.monotonic()
-            for child in running:
-                _tell_to_stop(child)
     kill(running)
     return running
-
-
-def _tell_to_stop(child: Child) -> None:
-    child.process.send_signal(signal.SIGTERM)
-    # A stopped process takes no SIGTERM before it continues.
-    child.process.send_signal(signal.SIGCONT)
 
 
 def explain_start_failure(child: Child) -> str:

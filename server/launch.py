@@ -46,8 +46,6 @@ STATE_VERSION = 1
 _POLL_S = 0.1
 _STOP_S = 10.0
 _AGENT_STOP_S = 20.0
-_REMIND_S = 3.0
-_HASTY = (("gateway",), (AGENT,))
 _STOP_ORDER = (("gateway",), ("prefill", "decode", "worker"), ("transfer",), (AGENT,))
 
 
@@ -231,8 +229,6 @@ class Launcher:
                 [child for child in self.supervisor.children if child.role in roles],
                 timeout_s=timeout_s,
                 hurry=lambda enough=already + more: self._signals > enough,
-                # The gateway and the agent take a second signal for haste.
-                remind_s=None if roles in _HASTY else _REMIND_S,
             )
         if agent is not None and agent.child not in killed:
             unfinished = agent_was_gone or agent.child.exit_code != 0

@@ -52,10 +52,10 @@ def serve(
     """
     stop = StopFlag() if stop is None else stop
     with contextlib.ExitStack() as stack:
-        stack.enter_context(stop_on_signals(stop))
         clock = process_clock(config)
         keys = load_keys(config.settings.curve_keys)
         inbox = Inbox(config.endpoint, clock=clock, keys=keys)
+        stack.enter_context(stop_on_signals(stop, inbox.wake))
         stack.callback(inbox.close)
         if engine is None:
             engine = _load(config, role)

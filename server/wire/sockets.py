@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections import OrderedDict, deque
@@ -24,6 +23,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from pdtrace.clock import SYSTEM_CLOCK, Clock
 from server.errors import StartError
+from server.wire.arrivals import Arrivals
 from server.wire.curve import (
     ZAP_DOMAIN,
     ZAP_ENDPOINT,
@@ -248,12 +248,12 @@ class Inbox:
         clock: Clock = SYSTEM_CLOCK,
         keys: CurveKeys | None = None,
     ) -> None:
-        self._queue: queue.SimpleQueue[Received] = queue.SimpleQueue()
+        self._arrivals = Arrivals[Received]()
         self._on_arrival = on_arrival
         self._receiver = _Receiver(
             endpoint,
-            deliver=self._queue.put if on_arrival is None else self._deliver,
-            num_waiting=self._queue.qsize,
+            deliver=self._arrivals.put if on_arrival is None else self._deliver,
+            num_waiting=self._arrivals.__len__,
             max_messages=max_messages,
             clock=clock,
             keys=keys,
@@ -270,33 +270,26 @@ class Inbox:
 
     @property
     def num_waiting(self) -> int:
-        return self._queue.qsize()
+        return len(self._arrivals)
 
     def get(self, timeout_s: float) -> Received | None:
-        """The next message, waiting up to `timeout_s` for it; None when none came."""
-        try:
-            if timeout_s <= 0:
-                return self._queue.get_nowait()
-            return self._queue.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
+        """The next message, waiting up to `timeout_s` for it; None when none came, or at `wake`."""
+        return self._arrivals.get(timeout_s)
 
     def drain(self) -> list[Received]:
         """All messages that wait at this instant, without waiting for more."""
-        result: list[Received] = []
-        for _ in range(self._queue.qsize()):
-            received = self.get(0)
-            if received is None:
-                break
-            result.append(received)
-        return result
+        return self._arrivals.drain()
+
+    def wake(self) -> None:
+        """End the present `get`, or the next one that would wait. For signal handlers too."""
+        self._arrivals.wake()
 
     def close(self) -> None:
         """Stop the I/O thread and unbind. Idempotent."""
         self._receiver.close()
 
     def _deliver(self, received: Received) -> None:
-        self._queue.put(received)
+        self._arrivals.put(received)
         if self._on_arrival is not None:
             self._on_arrival()
 

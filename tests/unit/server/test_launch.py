@@ -288,23 +288,6 @@ def test_stop_kills_a_process_that_ignores_sigterm_once_its_time_is_up(tmp_path:
     assert child.describe_exit() == f"decode-0 (pid {child.pid}) was killed by SIGKILL"
 
 
-MISSES_THE_FIRST_SIGTERM = """
-import signal, sys
-told = []
-signal.signal(signal.SIGTERM, lambda *_: told.append(1) if not told else sys.exit(0))
-print('up')
-while True:
-    signal.pause()
-"""
-
-
-def test_who_missed_the_signal_to_stop_is_told_again(tmp_path: Path) -> None:
-    child = child_running(MISSES_THE_FIRST_SIGTERM, tmp_path / "log")
-    wait_for_output(child)
-    assert children.stop([child], timeout_s=60, remind_s=0.1) == []
-    assert child.exit_code == 0
-
-
 def test_stop_in_a_hurry_does_not_wait(tmp_path: Path) -> None:
     child = child_running(IGNORES_SIGTERM, tmp_path / "log")
     wait_for_output(child)

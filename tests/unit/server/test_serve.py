@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -23,11 +27,14 @@ from server.engine.fake import FakeEngine
 from server.engine.loader import EngineConfig
 from server.errors import StartError
 from server.readiness import ReadyPipe
+from server.scheduler import IDLE_WAIT_S
 from server.serve import serve
 from server.wire.curve import CurveKeys
 from server.wire.endpoints import EndpointDirectory
 from server.wire.messages import AnyMessage, Cancel, Heartbeat, HeartbeatAck, LegClosed, Peer
 from server.wire.sockets import Inbox, Outbox
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def config(tmp_path: Path, *, pool: bool = True, **settings: object) -> ProcessConfig:
@@ -221,3 +228,32 @@ def wait_for_samples(path: Path, count: int) -> list[ClockRecord]:
         samples += [record for record in reader.read() if isinstance(record, ClockRecord)]
         time.sleep(0.01)
     return samples
+
+
+def test_worker_that_is_told_to_stop_at_the_end_of_a_wait_stops(tmp_path: Path) -> None:
+    """The signal interrupts a wait whose time is over before its handler has run. No message comes
+    to end that wait: the gateway is gone."""
+    given = config(tmp_path)
+    path = tmp_path / "worker-0.json"
+    path.write_bytes(msgspec.json.encode(given))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "server.process", str(path)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    with process.stderr as log:
+        try:
+            assert any("worker-0 serves at" in line for line in log)
+            time.sleep(IDLE_WAIT_S)  # it may have been in its first turn
+            process.send_signal(signal.SIGSTOP)
+            # To its main thread: where another one takes it, no wait is interrupted.
+            assert ctypes.CDLL(None).tgkill(process.pid, process.pid, signal.SIGTERM) == 0
+            time.sleep(2 * IDLE_WAIT_S)
+            process.send_signal(signal.SIGCONT)
+            assert process.wait(timeout=30) == 0
+            assert "worker-0 stopped" in log.read()
+        finally:
+            process.kill()
+            process.wait()
