@@ -126,6 +126,7 @@ _STATUS_BY_CODE: Mapping[str, int] = {
 } | {
     SHUTTING_DOWN: 503,
     "draining": 503,
+    "transfer_stopping": 503,
     "invalid_request": 400,
     "context_length": 400,
     "kv_capacity": 400,

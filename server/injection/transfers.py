@@ -47,6 +47,17 @@ class FaultyTransfer:
     def poll(self, timeout_s: float) -> list[TransferEvent]:
         return self._transfer.poll(self._injector.bound_s(timeout_s))
 
+    def stop_accepting(self) -> None:
+        self._transfer.stop_accepting()
+
+    @property
+    def num_incoming(self) -> int:
+        return self._transfer.num_incoming
+
+    @property
+    def num_received(self) -> int:
+        return self._transfer.num_received
+
     def wake(self) -> None:
         self._transfer.wake()
 

@@ -4,9 +4,13 @@ knock: what the client gets, and what the recording says."""
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import stat
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -43,6 +47,8 @@ class Told:
     spans: dict[str, list[Span]]
     logs: dict[str, str]
     secret_mode: int
+    while_it_stopped: dict[str, Answer]
+    last_exit: str
 
 
 def knock(server: RunningServer) -> None:
@@ -71,6 +77,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
                 knock(server)
             except ConnectionResetError:
                 pass  # it was not read to its end
+        while_it_stopped, last_exit = stop_receiver(server)
         logs = {f"transfer-{host}": server.log(f"transfer-{host}") for host in range(2)}
     spans: dict[str, list[Span]] = {}
     for trace in read_source(run_dir).traces:
@@ -82,7 +89,38 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
         for span in group
         if "pd.request.id" in span.attributes
     }
-    return Told(answers, by_request, logs, secret_mode)
+    return Told(answers, by_request, logs, secret_mode, while_it_stopped, last_exit)
+
+
+def stop_receiver(server: RunningServer) -> tuple[dict[str, Answer], str]:
+    """Stop the receiving process in order while requests come one after the other."""
+    served = threading.Event()
+    answers: dict[str, Answer] = {}
+
+    def load(client: int) -> None:
+        number = 0
+        while not served.is_set():
+            number += 1
+            name = f"stopping-{client}-{number}"
+            answers[name] = ask(
+                server, Ask(prompt=PROMPT + name, max_tokens=NUM_TOKENS, request_id=name)
+            )
+
+    with ThreadPoolExecutor() as pool:
+        loads = [pool.submit(load, client) for client in range(4)]
+        try:
+            while len(answers) < 8:
+                time.sleep(0.01)
+            pid = server.send_signal("transfer-1", signal.SIGTERM)
+            server.wait_for_successor("transfer-1", pid)
+            enough = len(answers) + 8
+            while len(answers) < enough:
+                time.sleep(0.01)
+        finally:
+            served.set()
+        for done in loads:
+            done.result()
+    return answers, server.process_of("transfer-1")["last_exit"]
 
 
 def text_of(name: str) -> str:
@@ -109,6 +147,14 @@ def test_what_a_transfer_raises_reaches_the_client_and_its_span(told: Told, name
         and span.attributes.get("error.type") == "InjectedError"
     ]
     assert failed, [(span.name, span.attributes) for span in told.spans[name]]
+
+
+def test_a_receiver_that_is_told_to_stop_costs_no_request(told: Told) -> None:
+    assert len(told.while_it_stopped) >= 16
+    for name, answer in told.while_it_stopped.items():
+        assert (answer.status, answer.text) == (200, text_of(name)), answer.body
+    assert told.last_exit == "exited with code 0"
+    assert "incoming copy given up" not in told.logs["transfer-1"].partition(" stopped")[0]
 
 
 @pytest.mark.case("XFER-07")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,19 @@ from pdtrace.testing import SequentialIds
 from server.config import ProcessConfig, Settings
 from server.errors import StartError
 from server.kv.pool import KvPool
+from server.kv.transfer import worker
+from server.kv.transfer.base import Reason
+from server.kv.transfer.secret import shared_secret
+from server.kv.transfer.tcp_auth import HELLO_BYTES, VERDICT_BYTES, SenderGreeting
+from server.kv.transfer.tcp_frames import (
+    LENGTH_BYTES,
+    CopyHeader,
+    CopyReply,
+    decode_length,
+    decode_reply,
+    encode_frame,
+    parse_address,
+)
 from server.kv.transfer.worker import run
 from server.wire.endpoints import EndpointDirectory
 from server.wire.messages import (
@@ -195,8 +209,12 @@ class Running:
             thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        """As SIGTERM does; returns at once."""
         self._stop.set()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
         for thread in self._threads:
             thread.join(LIMIT_S)
             assert not thread.is_alive(), "the transfer process did not stop"
@@ -332,6 +350,120 @@ def test_a_signal_stops_the_process_cleanly(
     with RingReader(ring) as reader:
         assert reader.gauges()[Gauge.COPIED_BYTES] == 4 * LAYOUT.page_bytes
         assert reader.gauges()[Gauge.COPY_JOBS_WAITING] == 0
+
+
+class OtherHost:
+    """A transfer process of another host, as the one that receives from it sees it."""
+
+    def __init__(self, site: Site) -> None:
+        address = site.configs[-1].transfer_address
+        assert address is not None
+        self._socket = socket.create_connection(parse_address(address), timeout=LIMIT_S)
+        self._file = self._socket.makefile("rb")
+        greeting = SenderGreeting(shared_secret(site.configs[-1].settings.run_path))
+        self.send(greeting.feed(self._file.read(HELLO_BYTES)))
+        greeting.feed(self._file.read(VERDICT_BYTES))
+
+    def header(self, site: Site, handoff_id: str) -> bytes:
+        return encode_frame(
+            CopyHeader(
+                handoff_id=handoff_id, index=0, pool=site.decode.ref, layout=LAYOUT, pages=(0,)
+            )
+        )
+
+    def send(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def reply(self) -> CopyReply:
+        return decode_reply(self._file.read(decode_length(self._file.read(LENGTH_BYTES))))
+
+    def is_closed(self) -> bool:
+        try:
+            return self._file.read(1) == b""
+        except ConnectionResetError:
+            return True
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+
+
+def drains(gateway: Inbox, instance: str) -> bool:
+    """Wait for a heartbeat that says that `instance` stops."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        received = gateway.get(LIMIT_S)
+        if received is not None and isinstance(received.message, Heartbeat):
+            beat = received.message
+            if beat.peer.instance == instance and beat.draining:
+                return True
+    return False
+
+
+def test_a_process_that_stops_finishes_the_copy_that_comes_in_and_refuses_the_next(
+    make_site: Callable[[str], Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "GRACE_S", 4 * LIMIT_S)
+    monkeypatch.setattr(worker, "ACCEPT_S", 0.0)
+    site = make_site("tcp")
+    page = os.urandom(LAYOUT.page_bytes)
+    with Running(*site.configs) as running:
+        site.register()
+        other, late = OtherHost(site), OtherHost(site)
+        other.send(other.header(site, "begun") + page[:10])
+        wait_for_bytes(site.decode.pool, page[:10])
+        running.stop()
+        assert drains(site.gateway, "transfer-1")
+        late.send(late.header(site, "new") + bytes(LAYOUT.page_bytes))
+        refused = late.reply()
+        assert (refused.reason, refused.num_bytes) == (Reason.TRANSFER_STOPPING, 0)
+        other.send(page[10:])
+        assert other.reply() == CopyReply(num_bytes=len(page), crc32=zlib.crc32(page))
+        assert site.decode.pool.memory[LAYOUT.page_range(0)] == page
+        assert other.is_closed()
+    for host in (other, late):
+        host.close()
+
+
+def test_a_process_that_stops_takes_copies_that_were_on_their_way(
+    make_site: Callable[[str], Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once none comes any more, it ends long before its grace."""
+    for name in ("GRACE_S", "ACCEPT_S", "QUIET_S"):
+        monkeypatch.setattr(worker, name, 4 * LIMIT_S)
+    site = make_site("tcp")
+    with Running(*site.configs) as running:
+        site.register()
+        running.stop()
+        assert drains(site.gateway, "transfer-1")
+        for number in range(3):
+            site.copy(f"h-{number}")
+        monkeypatch.setattr(worker, "QUIET_S", 0.0)
+
+
+def test_a_process_that_stops_does_not_wait_for_ever_for_a_copy_that_comes_in(
+    make_site: Callable[[str], Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "GRACE_S", 0.3)
+    monkeypatch.setattr(worker, "ACCEPT_S", 0.1)
+    site = make_site("tcp")
+    with Running(*site.configs) as running:
+        site.register()
+        other = OtherHost(site)
+        other.send(other.header(site, "begun") + b"1234567890")
+        wait_for_bytes(site.decode.pool, b"1234567890")
+        running.stop()
+        assert other.is_closed()
+    other.close()
+
+
+def wait_for_bytes(pool: KvPool, expected: bytes) -> None:
+    """Wait until page 0 of `pool` begins with `expected`."""
+    deadline = time.monotonic() + LIMIT_S
+    begin = LAYOUT.page_range(0).start
+    while bytes(pool.memory[begin : begin + len(expected)]) != expected:
+        assert time.monotonic() < deadline, "nothing was written"
+        time.sleep(0.002)
 
 
 def test_tcp_without_an_address_is_a_start_error(make_site: Callable[[str], Site]) -> None:

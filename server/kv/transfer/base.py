@@ -19,6 +19,8 @@ The contract
   any more, or ever will be; copies of it that are submitted or arrive later are refused. Both ends
   of a transfer between hosts are drained by their own transfer. Cancelling an unknown or finished
   handoff drains at once.
+- After `stop_accepting` copies that have begun go on, those that another host begins are refused
+  with `TRANSFER_STOPPING`.
 - A pool is named by (owner, incarnation) and known by registration on its own host. No path or
   address comes from a peer. Registering another incarnation replaces the pool; copies that use the
   old one fail.
@@ -102,7 +104,7 @@ class Reason(StrEnum):
     PROTOCOL_ERROR = "protocol_error"
     CANCELLED = "cancelled"
     JOBS_MISSING = "jobs_missing"
-    SHUTTING_DOWN = "shutting_down"
+    TRANSFER_STOPPING = "transfer_stopping"
     INTERNAL = "internal"
 
 
@@ -192,6 +194,20 @@ class KvTransfer(Protocol):
     def poll(self, timeout_s: float) -> list[TransferEvent]:
         """Advance copies and return what ended, in order. Waits up to `timeout_s` only while
         there is nothing to do; returns early after `wake`."""
+        ...
+
+    def stop_accepting(self) -> None:
+        """Refuse what other hosts begin to copy from here on. Idempotent."""
+        ...
+
+    @property
+    def num_incoming(self) -> int:
+        """Copies of other hosts that have begun here and are not answered yet."""
+        ...
+
+    @property
+    def num_received(self) -> int:
+        """Copies of other hosts that were answered so far."""
         ...
 
     def wake(self) -> None:

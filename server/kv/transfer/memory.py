@@ -115,6 +115,17 @@ class MemoryTransfer:
         self._events.clear()
         return events
 
+    def stop_accepting(self) -> None:
+        """There are no other hosts."""
+
+    @property
+    def num_incoming(self) -> int:
+        return 0
+
+    @property
+    def num_received(self) -> int:
+        return 0
+
     def wake(self) -> None:
         self._wakeup.set()
 

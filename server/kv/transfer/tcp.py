@@ -81,6 +81,8 @@ class TcpTransfer:
         self._receivers: dict[Receiver, None] = {}  # in order of arrival
         self._unfinished: set[str] = set()
         self._events: deque[TransferEvent] = deque()
+        self._stopping = False
+        self._num_received = 0  # on connections that are closed
         self._wakeup = Wakeup()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -129,6 +131,19 @@ class TcpTransfer:
             if not isinstance(event, Drained):
                 self._unfinished.discard(event.handoff_id)
         return events
+
+    def stop_accepting(self) -> None:
+        self._stopping = True
+        for receiver in self._receivers:
+            receiver.stop_accepting()
+
+    @property
+    def num_incoming(self) -> int:
+        return sum(receiver.is_busy for receiver in self._receivers)
+
+    @property
+    def num_received(self) -> int:
+        return self._num_received + sum(receiver.num_answered for receiver in self._receivers)
 
     def wake(self) -> None:
         self._wakeup.set()
@@ -240,6 +255,8 @@ class TcpTransfer:
             cancelled=self._cancelled,
             monotonic_ns=self._monotonic_ns,
         )
+        if self._stopping:
+            receiver.stop_accepting()
         self._receivers[receiver] = None
         self._select_for(receiver)
 
@@ -270,7 +287,9 @@ class TcpTransfer:
     def _drop_receiver(self, receiver: Receiver) -> None:
         self._unregister(receiver.connection)
         receiver.connection.close()
-        self._receivers.pop(receiver, None)
+        if receiver in self._receivers:
+            del self._receivers[receiver]
+            self._num_received += receiver.num_answered
 
     def _refuse(self, receiver: Receiver, why: str) -> None:
         """Close the connection of a stranger. One line of log for many: anybody may connect."""

@@ -6,8 +6,8 @@ Owns one incoming connection's state machine; knows nothing of who listens or se
 
 Until its claim is proven a peer costs a few hundred bytes of memory and is believed nothing.
 
-A copy that may not be written (unknown pool, wrong pages, cancelled handoff) is still read to its
-end, into nothing, and refused in its reply: the connection stays usable.
+A copy that may not be written (unknown pool, wrong pages, cancelled handoff, a process that stops)
+is still read to its end, into nothing, and refused in its reply: the connection stays usable.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class Receiver:
     """One incoming connection.
 
     authenticated   whether the peer has proven that it knows the secret
-    started_ns   when the frame that is being read began; None between frames, where a peer may
-                 be silent as long as it likes
+    started_ns      when the frame that is being read began; None between frames, where a peer may
+                    be silent as long as it likes
+    num_answered    copies that were written or refused
     """
 
     def __init__(
@@ -66,10 +67,12 @@ class Receiver:
     ) -> None:
         self.connection = connection
         self.started_ns: int | None = monotonic_ns()
+        self.num_answered = 0
         self._pools = pools
         self._cancelled = cancelled
         self._monotonic_ns = monotonic_ns
         self.authenticated = False
+        self._stopping = False
         self._greeting = ReceiverGreeting(secret)
         self._await = _Await.CLAIM
         self._head = bytearray(CLAIM_BYTES)
@@ -89,6 +92,15 @@ class Receiver:
     def wants_write(self) -> bool:
         """Whether a reply waits to be sent; nothing is read meanwhile."""
         return bool(self._replies)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the peer, which is no stranger, has begun a copy that is not answered yet."""
+        return self.authenticated and (self.started_ns is not None or self.wants_write)
+
+    def stop_accepting(self) -> None:
+        """Refuse copies whose header has not been read yet."""
+        self._stopping = True
 
     def cancel(self, handoff_id: str) -> None:
         """Write nothing more of the handoff; `cancelled` has it already."""
@@ -161,6 +173,10 @@ class Receiver:
         try:
             if header.handoff_id in self._cancelled:
                 raise _cancelled(header.handoff_id)
+            if self._stopping:
+                raise TransferError(
+                    Reason.TRANSFER_STOPPING, "the destination's transfer process is shutting down"
+                )
             mapped = self._pools.get(header.pool)
             check_layouts(header.layout, mapped.layout)
             check_pages(header.pages, mapped)
@@ -219,6 +235,7 @@ class Receiver:
             )
         self._replies += encode_frame(reply)
         self._header = self._mapped = None
+        self.num_answered += 1
         self.started_ns = None
         self._expect(_Await.LENGTH, LENGTH_BYTES)
 

@@ -63,7 +63,13 @@ from server.wire.sockets import Inbox, Outbox, Received
 IDLE_WAIT_S = 0.5
 SWEEP_S = 1.0
 GRACE_S = 1.0
-"""How long jobs in flight may go on after SIGTERM."""
+"""How long what had begun may go on after SIGTERM."""
+ACCEPT_S = 0.5
+"""How much of that copies may still begin: the gateway starts no more requests, but legs that it
+has started do not know."""
+QUIET_S = 0.2
+"""After so long without a copy nobody is expected to begin another."""
+_TURN_S = 0.02
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 _QUEUE_STAGE = "transfer.queue"
@@ -106,6 +112,7 @@ class TransferWorker:
     ) -> None:
         self.config = config
         self.jobs = JobTable()
+        self.stopping = False
         self.ignored: Counter[str] = Counter()
         self.undelivered = 0
         self.copied_bytes = 0
@@ -189,6 +196,9 @@ class TransferWorker:
         handoff_id = message.context.handoff_id
         if self.jobs.is_over(handoff_id) or handoff_id in self._askers:
             self.ignored["late"] += 1
+            return
+        if self.stopping and self.jobs.get(handoff_id) is None:
+            self._fail(self._open(message, arrived_ns), message.index, self._stop_failure())
             return
         handoff = self.jobs.get(handoff_id) or self._open(message, arrived_ns)
         if message.index < handoff.next_index:
@@ -479,6 +489,30 @@ class TransferWorker:
         for handoff in self.jobs:
             self._give_up(handoff, failure)
 
+    # -- stop ---------------------------------------------------------------------------------
+
+    def stop_accepting(self) -> None:
+        """From here on what has not begun is refused: handoffs of this host, copies of others."""
+        self.stopping = True
+        self._transfer.stop_accepting()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing that had begun is still under way, for this host or another one."""
+        return self.jobs.num_handoffs == 0 and self._transfer.num_incoming == 0
+
+    @property
+    def work_done(self) -> tuple[int, int]:
+        """Changes with every copy, sent or received."""
+        return self.copied_bytes, self._transfer.num_received
+
+    def give_up_rest(self) -> None:
+        """The process ends now."""
+        self.fail_all(self._stop_failure())
+
+    def _stop_failure(self) -> Failure:
+        return Failure(Reason.TRANSFER_STOPPING, f"{self.config.instance} is shutting down")
+
     # -- publish ------------------------------------------------------------------------------
 
     def _publish(self) -> None:
@@ -541,12 +575,8 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
         while not stop.is_set():
             take_step(worker, IDLE_WAIT_S)
         progress.draining = True
-        heartbeat.beat_now()
-        end_s = time.monotonic() + GRACE_S
-        while not worker.jobs.is_idle and time.monotonic() < end_s:
-            take_step(worker, 0.02)
-        worker.fail_all(Failure(Reason.SHUTTING_DOWN, f"{config.instance} is shutting down"))
-        take_step(worker, 0.0)  # answers what drained at once
+        heartbeat.beat_now()  # from here on no request is started that needs this process
+        stop_worker(worker)
     _logger.info("%s stopped", config.instance)
 
 
@@ -557,6 +587,24 @@ def take_step(worker: TransferWorker, max_wait_s: float) -> None:
     except Exception as error:  # a process boundary: the handoffs at hand fail, later ones do not
         _logger.exception("%s: a turn of the loop failed", worker.config.instance)
         worker.fail_all(_defect(error))
+
+
+def stop_worker(worker: TransferWorker) -> None:
+    """Go on until nothing comes any more, at most for `ACCEPT_S`, then refuse what is new; give up
+    what has not ended `GRACE_S` after the call."""
+    begun_s = quiet_s = time.monotonic()
+    done = worker.work_done
+    while time.monotonic() < min(begun_s + ACCEPT_S, quiet_s + QUIET_S):
+        take_step(worker, _TURN_S)
+        if not worker.is_finished or worker.work_done != done:
+            done, quiet_s = worker.work_done, time.monotonic()
+    worker.stop_accepting()
+    while True:
+        take_step(worker, _TURN_S)
+        if worker.is_finished or time.monotonic() >= begun_s + GRACE_S:
+            break
+    worker.give_up_rest()
+    take_step(worker, 0.0)  # answers what drained at once
 
 
 def _defect(error: Exception) -> Failure:

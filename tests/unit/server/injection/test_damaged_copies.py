@@ -99,7 +99,7 @@ def test_the_nth_copy_is_damaged_found_and_told_and_the_others_are_whole(
     injector.arm([Corrupt(copy=damage, nth=2)])
     for number in range(3):
         memory = ends.harness.memory(destination)
-        memory[:] = bytes(len(memory))
+        memory[:] = bytes(byte ^ 0xFF for byte in ends.harness.memory(source))
         ends.copy(source, range(16), destination, range(16), handoff_id=f"h-{number}")
         event = ends.next_event()
         assert event.handoff_id == f"h-{number}"

@@ -135,6 +135,30 @@ def test_cancel_at_the_destination_stops_writing_and_refuses_the_copy(big: TcpHa
     assert big.memory(destination) == drained
 
 
+def test_a_destination_that_stops_finishes_what_had_begun_and_refuses_the_rest(
+    big: TcpHarness,
+) -> None:
+    source, destination = big_pools(big)
+    ends = Ends(big)
+    assert big.destination.num_incoming == 0
+    ends.copy(source, ALL, destination, ALL)
+    ends.copy(source, ALL[:2], destination, ALL[:2], handoff_id="h-2")
+    send_until_full(big)
+    big.destination.poll(0.0)
+    big.destination.stop_accepting()
+    assert big.destination.num_incoming == 1
+    first = ends.next_event()
+    assert isinstance(first, Copied)
+    assert first.handoff_id == "h-1"
+    assert big.memory(destination) == big.memory(source)
+    big.memory(source)[:] = bytes(len(big.memory(source)))
+    refused = failure_of(ends.next_event())
+    assert (refused.handoff_id, refused.reason) == ("h-2", Reason.TRANSFER_STOPPING)
+    assert refused.settled
+    assert big.memory(destination) != big.memory(source), "nothing of it was written"
+    assert big.destination.num_incoming == 0
+
+
 @pytest.mark.parametrize("end", ["source", "destination"])
 def test_a_worker_that_restarts_during_a_copy_fails_it(big: TcpHarness, end: str) -> None:
     source, destination = big_pools(big)
@@ -440,6 +464,25 @@ def test_a_refused_copy_is_read_to_its_end_and_the_next_one_is_served(
     assert harness.memory(destination) == before
     client.send(header_for(destination, (0,)) + page)
     assert client.reply() == CopyReply(num_bytes=len(page), crc32=zlib.crc32(page))
+
+
+def test_who_connects_while_the_receiver_stops_is_told_so_and_strangers_are_not_waited_for(
+    harness: TcpHarness,
+) -> None:
+    destination = harness.add_pool("destination")
+    harness.destination.stop_accepting()
+    client = Client(harness)
+    assert len(client.receive(HELLO_BYTES - 1)) == HELLO_BYTES - 1
+    assert harness.destination.num_incoming == 0
+    client.socket.close()
+    client = Client(harness).greet()
+    assert harness.destination.num_incoming == 0
+    client.send(header_for(destination, (0,)))
+    assert harness.destination.num_incoming == 1
+    client.send(bytes(LAYOUT.page_bytes))
+    assert client.reply().reason == Reason.TRANSFER_STOPPING
+    assert harness.destination.num_incoming == 0
+    client.socket.close()
 
 
 @pytest.mark.parametrize(

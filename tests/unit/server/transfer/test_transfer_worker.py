@@ -12,7 +12,6 @@ from server.config import Settings
 from server.kv.pool import PoolDescriptor
 from server.kv.transfer import worker as worker_module
 from server.kv.transfer.base import PageCopy, Reason, TransferError
-from server.kv.transfer.jobs import Failure
 from server.kv.transfer.memory import Abort, Delay, Fate, copy_all
 from server.wire.messages import (
     AnyMessage,
@@ -338,16 +337,34 @@ def test_memory_of_handoffs_is_bounded(make_rig: MakeRig) -> None:
 def test_giving_up_drains_what_runs_before_the_legs_are_told(make_rig: MakeRig) -> None:
     rig = make_rig(lambda _copy: Fate.LOSE)
     rig.step(job(handoff="runs"), job(handoff="waits"))
-    rig.worker.fail_all(Failure(Reason.SHUTTING_DOWN, "transfer-0 is shutting down"))
+    rig.worker.give_up_rest()
     assert [m.handoff_id for m in rig.mail.to(DECODE) if isinstance(m, CopyFailed)] == ["waits"]
     rig.step()
     failed = [m for m in rig.mail.to(DECODE) if isinstance(m, CopyFailed)]
     assert [(m.handoff_id, m.reason) for m in failed] == [
-        ("waits", "shutting_down"),
-        ("runs", "shutting_down"),
+        ("waits", "transfer_stopping"),
+        ("runs", "transfer_stopping"),
     ]
     assert rig.traces_are_ended()
     assert rig.worker.jobs.is_idle
+
+
+def test_a_stopping_process_goes_on_with_open_handoffs_and_refuses_new_ones(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig()
+    rig.step(job(handoff="begun"))
+    rig.worker.stop_accepting()
+    assert not rig.worker.is_finished
+    rig.step(job(handoff="new"), job(1, handoff="begun", last=True))
+    for peer in (PREFILL, DECODE):
+        [failed] = [m for m in rig.mail.to(peer) if isinstance(m, CopyFailed)]
+        assert (failed.handoff_id, failed.reason) == ("new", "transfer_stopping")
+        assert failed.settled
+        done = [m for m in rig.mail.to(peer) if isinstance(m, CopyDone)]
+        assert [(m.handoff_id, m.index) for m in done] == [("begun", 0), ("begun", 1)]
+    assert rig.worker.is_finished
+    assert rig.traces_are_ended()
 
 
 def test_a_turn_that_raises_fails_what_is_at_hand_and_the_next_one_is_served(
