@@ -14,7 +14,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from pdtrace.propagation import RequestContext
@@ -315,22 +314,12 @@ class Client:
 class WholeServer:
     """Everybody of one server. `close` it.
 
-    patch_time   puts its argument in place of the module `time`, for who reads no clock of its own
-    clients      every request that was sent
+    clients   every request that was sent
     """
 
-    def __init__(
-        self, directory: Path, settings: Settings, patch_time: Callable[[SimpleNamespace], None]
-    ) -> None:
+    def __init__(self, directory: Path, settings: Settings) -> None:
         self.settings = settings
         self.clock = FakeClock()
-        patch_time(
-            SimpleNamespace(
-                monotonic=lambda: self.clock.monotonic_ns() / 1e9,
-                monotonic_ns=self.clock.monotonic_ns,
-                time=lambda: self.clock.wall_ns() / 1e9,
-            )
-        )
         self.loop = FakeTimeLoop(self.clock)
         self.rings = MemoryRings(clock=self.clock)
         self.post = Post()
@@ -391,6 +380,7 @@ class WholeServer:
                 tokenizer=TOKENIZER,
                 mail=outlet,
                 recorder=self.rings.recorder(Role.GATEWAY, peer.incarnation),
+                clock=self.clock,
             )
             return
         self.processes[instance] = self._make(peer, outlet)
