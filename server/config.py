@@ -65,6 +65,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     gateway_queue_s: float = 60.0
+    accept_s: float = 1.0  # from here on a worker that goes on without naming it has lost it
     reserve_s: float = 60.0
     handshake_s: float = 30.0  # pages known to handshake done; the other leg's not being known
     prefill_queue_s: float = 120.0

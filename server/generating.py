@@ -22,6 +22,7 @@ from server.engine.validation import check_sampling
 from server.gaps import Absence, BatchChange, account_gap, explain_gap, time_without
 from server.output import LENGTH, Generation, StopRules
 from server.pauses import FLOOR_NS as PAUSE_FLOOR_NS
+from server.ports import Ports
 from server.preemption import (
     PagePlan,
     PreemptedSequence,
@@ -30,7 +31,7 @@ from server.preemption import (
     given_up,
 )
 from server.request import Leg, StateT
-from server.scheduler import Ports, Scheduler
+from server.scheduler import Scheduler
 from server.wire.messages import TokenItem
 
 STEPS_LATELY = 8

@@ -16,10 +16,11 @@ from server.faults import FaultHolds
 from server.generating import GeneratingScheduler
 from server.kv.radix import LOCK_OWNER, RadixCache
 from server.kv.radix import OWNER as CACHE
+from server.ports import Ports
 from server.prefill.policy import Chunk, QueuedPrompt, RunningPrompt
 from server.prompts import PromptPages, chunk_work
 from server.request import ColocatedState, Ending
-from server.scheduler import IDLE_WAIT_S, Ports
+from server.scheduler import IDLE_WAIT_S
 from server.serve import serve
 from server.wire.messages import AnyMessage, ColocatedRequest, WorkerLoad
 

@@ -22,8 +22,9 @@ from server.faults import FaultHolds
 from server.generating import GeneratingScheduler
 from server.loop_log import Doing
 from server.paired import MAX_MISSES, PairedScheduler
+from server.ports import Ports
 from server.request import DecodeState
-from server.scheduler import IDLE_WAIT_S, Ports
+from server.scheduler import IDLE_WAIT_S
 from server.serve import serve
 from server.wire.messages import (
     AnyMessage,

@@ -67,7 +67,11 @@ class Cluster:
         self._now = now
         self.policy = Policy(settings.policy)
         self.attempts = Attempts(
-            send=mail.send, me=me, drain_s=settings.deadlines.drain_s, ignored=ignored
+            send=mail.send,
+            me=me,
+            drain_s=settings.deadlines.drain_s,
+            accept_s=settings.deadlines.accept_s,
+            ignored=ignored,
         )
         num_transfers = 0
         if settings.mode == PD:
@@ -105,6 +109,7 @@ class Cluster:
                 self.attempts.worker_replaced(replaced)
                 self._refused.forget(replaced.incarnation)
             self.attempts.worker_back(message.peer)
+            self.attempts.heard(message, self._now.s())
             for mailbox in self._without_worker:
                 mailbox.put(WorkersChanged())
         else:
@@ -245,6 +250,9 @@ class Cluster:
             if refused is not None or not self._mail.send(peer.endpoint, message):
                 refused = refused or peer
                 self.attempts.leg_refused(attempt, peer)
+            else:
+                beat = self._registry.latest_beat(peer.incarnation)
+                self.attempts.leg_sent(attempt, peer, beat=beat, now_s=self._now.s())
         if refused is not None:
             self._registry.doubt(refused.incarnation, "takes no messages")
         return refused

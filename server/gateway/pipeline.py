@@ -51,6 +51,7 @@ from server.gateway.errors import (
     LegFailed,
     NoPair,
     QueueTimedOut,
+    RequestLost,
     WorkerVanished,
     outcome_of,
 )
@@ -252,7 +253,7 @@ class Gateway:
                 attempt = await self._dispatch(call, request, choice)
                 output = call.output = OutputStream(self._tokenizer, request.stop)
                 await self._relay(call, attempt, output)
-            except (LegFailed, WorkerVanished) as failure:
+            except (LegFailed, WorkerVanished, RequestLost) as failure:
                 wanted = self._try_again(call, request, wanted, failure)
             else:
                 break

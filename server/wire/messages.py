@@ -69,6 +69,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     progress_age_s   seconds since the scheduler loop last went round (0 while it is idle)
     busy             whether it has work: an old `progress_age_s` with work is a hang
     ignored          messages without effect since its start, as "why.Type"
+    heard            latest of the gateway's answers that the loop has taken in, by `seq`; 0: none
+    taken            handoffs whose request has come and that the gateway may not know of yet
     """
 
     peer: Peer
@@ -82,6 +84,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     info: ModelInfo | None = None
     layout: KvLayout | None = None
     ignored: dict[str, int] = {}
+    heard: int = 0
+    taken: tuple[str, ...] = ()
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):

@@ -30,9 +30,11 @@ from server.gateway.pipeline import Gateway
 from server.heartbeat import Progress
 from server.kv.transfer.shm import ShmTransfer
 from server.kv.transfer.worker import TransferWorker, take_step
+from server.ports import Ports
 from server.prefill.worker import PrefillWorker
 from server.round_trips import RoundTrips
-from server.scheduler import Ports, Scheduler
+from server.scheduler import Scheduler
+from server.taken import TakenRequests
 from server.wire.messages import (
     AnyMessage,
     Heartbeat,
@@ -75,6 +77,7 @@ def scarce_settings(**changes: Any) -> Settings:
         "stalled_after_s": 3.0,
         "deadlines": Deadlines(
             gateway_queue_s=4.0,
+            accept_s=0.5,
             reserve_s=3.0,
             handshake_s=2.0,
             prefill_queue_s=3.0,
@@ -194,6 +197,7 @@ class Process:
     engine: FakeEngine | None = None
     transfer: ShmTransfer | None = None
     frozen: bool = False
+    taken: TakenRequests = field(default_factory=TakenRequests)
     beats: int = 0
     beat_ns: int = 0
 
@@ -428,6 +432,7 @@ class WholeServer:
             progress=progress,
             clock=self.clock.monotonic_ns,
             round_trips=RoundTrips(peer.incarnation),
+            taken=TakenRequests(),
         )
         classes = {
             Role.PREFILL: PrefillWorker,
@@ -435,7 +440,9 @@ class WholeServer:
             Role.WORKER: ColocatedWorker,
         }
         worker = classes[role](config, engine, ports)
-        return Process(worker, inbox, outlet, progress, peer, role, engine=engine)
+        return Process(
+            worker, inbox, outlet, progress, peer, role, engine=engine, taken=ports.taken
+        )
 
     def kill(self, instance: str, *, noticed: bool) -> None:
         """It is gone, with all that lay in its inbox. `noticed`: sends to it are refused."""
@@ -559,6 +566,8 @@ class WholeServer:
             process.beat_ns = now_ns + round(self.settings.heartbeat_s * 1e9)
             process.beats += 1
             state, engine = process.progress.state, process.engine
+            taken = process.taken.state
+            process.taken.telling(process.beats, taken)
             process.outlet.send(
                 GATEWAY,
                 Heartbeat(
@@ -573,6 +582,8 @@ class WholeServer:
                     info=None if engine is None else MODEL.info,
                     layout=None if engine is None else engine.layout,
                     ignored=dict(state.ignored),
+                    heard=taken.heard,
+                    taken=taken.ids,
                 ),
             )
             if engine is not None and self.settings.mode != COLOCATED:
