@@ -121,6 +121,7 @@ class DecodeRequest(Message, frozen=True, kw_only=True):
     """Gateway → decode: reserve room for this request and generate once its KV has landed.
 
     prompt_digest   digest of the token ids: both legs must speak of the same history
+    prompt_ids      from which KV that is lost to preemption is computed again; none: it cannot be
     stop            stop strings; stop_token_ids come from the model unless ignore_eos
     early           prefill forwards the boundary token itself
     faults          stage name → delay in milliseconds; empty unless the server allows faults
@@ -137,6 +138,7 @@ class DecodeRequest(Message, frozen=True, kw_only=True):
     prefill: Peer
     gateway: Peer
     faults: dict[str, int] = {}
+    prompt_ids: tuple[int, ...] = ()
 
 
 class PrefillRequest(Message, frozen=True, kw_only=True):

@@ -512,6 +512,7 @@ class Cluster:
                 prefill=self.workers["prefill-0"].peer,
                 gateway=self.gateway,
                 faults=faults or {},
+                prompt_ids=tuple(prompt),
             ),
         )
         self.channels.put(
