@@ -135,6 +135,9 @@ GAP_SECONDS = _float("pd.gap.duration", "Length of the gap between two output to
 GAP_CAUSE = _str("pd.gap.cause", "Cause of the gap (`pdtrace.stages.GapCause`).")
 GAP_CAUSE_SECONDS = _float("pd.gap.cause.duration", "Part of the gap that its cause took, seconds.")
 OVERRUN_SECONDS = _float("pd.overrun", "Seconds that decode went on after the answer was complete.")
+RECOMPUTED_TOKENS = _int(
+    "pd.kv.recomputed_tokens", "Positions whose KV was lost with its pages and computed again."
+)
 PREEMPTIONS = _int("pd.preemptions", "Times this request lost its pages during decode.")
 
 # Steps: forward passes.

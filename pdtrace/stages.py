@@ -217,7 +217,11 @@ MARKS: Mapping[Mark, MarkSpec] = MappingProxyType(
         Mark.PREEMPTED: MarkSpec(
             _DECODE, "Lost its pages to running requests.", (a.KV_PAGES, a.KV_FREE_PAGES)
         ),
-        Mark.RESUMED: MarkSpec(_DECODE, "Got pages back and rejoined the batch.", (a.KV_PAGES,)),
+        Mark.RESUMED: MarkSpec(
+            _DECODE,
+            "Got pages back and rejoined the batch.",
+            (a.KV_PAGES, a.RECOMPUTED_TOKENS),
+        ),
         Mark.TOKEN_GAP: MarkSpec(
             _DECODE,
             "A token came late; the mark stands at its arrival.",

@@ -38,7 +38,14 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Settings that mean nothing in a mode: refused where somebody asks for them."""
 
 _WITHOUT_FLAG = frozenset(
-    {"max_body_bytes", "heartbeat_s", "dead_after_s", "stalled_after_s", "deadlines"}
+    {
+        "max_body_bytes",
+        "max_recomputes",
+        "heartbeat_s",
+        "dead_after_s",
+        "stalled_after_s",
+        "deadlines",
+    }
 )
 
 
@@ -65,6 +72,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     gateway_queue_s: float = 60.0
+    accept_s: float = 1.0  # from here on a worker that goes on without naming it has lost it
     reserve_s: float = 60.0
     handshake_s: float = 30.0  # pages known to handshake done; the other leg's not being known
     prefill_queue_s: float = 120.0
@@ -107,6 +115,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 16
     max_waiting: int = 256  # requests that wait in a worker before it refuses more
     preempted_pages: int = 512  # KV pages of preempted requests in a worker's host memory
+    max_recomputes: int = 4  # how often the KV of one beyond that is computed again
     reserve_output_tokens: int = 64  # room kept per request beyond its prompt when reserving
     max_concurrency: int = 64
     max_queue: int = 256
@@ -140,6 +149,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("max_running", 1),
             ("max_waiting", 1),
             ("preempted_pages", 0),
+            ("max_recomputes", 0),
             ("max_concurrency", 1),
             ("max_queue", 0),
             ("max_retries", 0),

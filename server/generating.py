@@ -1,7 +1,7 @@
 """Sequences that generate: the part that decode and colocated workers share.
 
-Owns the running batch (grow, preempt, resume, step), the commit of tokens and the end of a
-sequence; knows nothing of where the KV of the prompt came from.
+Owns the running batch (grow, preempt, resume, recompute, step), the commit of tokens and the end of
+a sequence; knows nothing of where the KV of the prompt came from.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 from pdtrace.recorder import MAX_BLOCKERS
 from pdtrace.stages import GapCause, StepKind, WaitReason
 from server.config import ProcessConfig
 from server.detokenize import TokenBytes
-from server.engine.base import DecodeSlot, Engine, SamplingParams
+from server.engine.base import DecodeSlot, Engine, PrefillChunk, SamplingParams
 from server.engine.validation import check_sampling
-from server.gaps import Absence, BatchChange, account_gap, explain_gap, time_without
+from server.gaps import BatchChange, account_gap, explain_gap, time_without
+from server.generating_leg import GenLegT
 from server.output import LENGTH, Generation, StopRules
 from server.pauses import FLOOR_NS as PAUSE_FLOOR_NS
+from server.ports import Ports
 from server.preemption import (
     PagePlan,
     PreemptedSequence,
@@ -29,67 +30,10 @@ from server.preemption import (
     SavedSequence,
     given_up,
 )
-from server.request import Leg, StateT
-from server.scheduler import Ports, Scheduler
+from server.scheduler import Scheduler
 from server.wire.messages import TokenItem
 
 STEPS_LATELY = 8
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class GeneratingLeg(Leg[StateT]):
-    """A leg whose sequence grows token by token.
-
-    own_pages     pages held under the handoff id; after those of a cached prefix in `table`
-    saved         KV in host memory while preempted
-    admitted      order of admission: the latest loses its pages first
-    finish_held   its last token is out, but a fault hook keeps it from finishing
-    finish_said   the gateway has the finish reason: prefill sent it with the boundary token
-    marked_pages  number of pages that the next mark speaks of
-    absent        why, since when and because of whom it takes no part in steps; None while it does
-    absences      those that ended since its latest token
-    """
-
-    committing: ClassVar[Any]
-    running: ClassVar[Any]
-    preempted: ClassVar[Any]
-    finished: ClassVar[Any]
-
-    generation: Generation
-    max_tokens: int
-    early: bool = False
-    own_pages: list[int] = field(default_factory=list[int])
-    cached_tokens: int = 0
-    saved: bytes | None = None
-    admitted: int = 0
-    preemptions: int = 0
-    finish_held: bool = False
-    finish_said: bool = False
-    batch_size: int = 0
-    marked_pages: int = 0
-    passes: int = 0
-    absent: tuple[GapCause, int, str | None] | None = None
-    absences: list[Absence] = field(default_factory=list[Absence])
-
-    @property
-    def table(self) -> list[int]:
-        """Page table of the sequence."""
-        return self.own_pages
-
-    def leave(self, cause: GapCause, at_ns: int, blocker: str | None = None) -> None:
-        """From here on the sequence takes no part in steps."""
-        self.come_back(at_ns)
-        self.absent = (cause, at_ns, blocker)
-
-    def come_back(self, at_ns: int) -> None:
-        """It takes part again; no effect if it does already."""
-        if self.absent is not None:
-            cause, left_ns, blocker = self.absent
-            self.absences.append(Absence(cause, left_ns, at_ns, blocker))
-            self.absent = None
-
-
-GenLegT = TypeVar("GenLegT", bound=GeneratingLeg[Any])
 
 
 class GeneratingScheduler(Scheduler[GenLegT]):
@@ -172,8 +116,8 @@ class GeneratingScheduler(Scheduler[GenLegT]):
     # -- plan ---------------------------------------------------------------------------------
 
     def running_sequences(self, now_ns: int) -> tuple[RunningSequence, ...]:
-        """The batch in order of admission."""
-        legs = [leg for leg in self.legs if leg.state is leg.running]
+        """The batch in order of admission, with those whose KV is being computed again."""
+        legs = [leg for leg in self.legs if leg.state in (leg.running, leg.recomputing)]
         legs.sort(key=lambda leg: leg.admitted)
         return tuple(
             RunningSequence(
@@ -181,13 +125,13 @@ class GeneratingScheduler(Scheduler[GenLegT]):
                 request_id=leg.request_id,
                 pages=len(leg.own_pages),
                 grow=max(0, self._pages_for_next(leg) - len(leg.table)),
-                held=self._sits_out(leg, now_ns),
+                held=leg.state is leg.recomputing or self._sits_out(leg, now_ns),
             )
             for leg in legs
         )
 
     def preempted_sequences(self) -> tuple[PreemptedSequence, ...]:
-        """Those in host memory, in order of admission."""
+        """Those without pages, in order of admission."""
         legs = [leg for leg in self.legs if leg.state is leg.preempted]
         legs.sort(key=lambda leg: leg.admitted)
         return tuple(
@@ -229,14 +173,19 @@ class GeneratingScheduler(Scheduler[GenLegT]):
             self._resume(self.legs[handoff_id])
 
     def _preempt(self, leg: GenLegT, blocker: str | None) -> None:
-        if not self._make_room_in_memory(leg):
+        keeps = leg.state is leg.running and self._make_room_in_memory(leg)
+        if not keeps and not self._may_recompute(leg):
+            self._give_up_kv(leg)
+        if leg.ending is not None:
             return
-        kept = leg.table[: self.engine.layout.pages_for(leg.generation.kv_len)]
-        try:
-            leg.saved = self.engine.offload(kept)
-        except Exception as error:  # this request fails, the loop goes on
-            self.fail_step([leg], error)
-            return
+        if keeps:
+            kept = leg.table[: self.engine.layout.pages_for(leg.generation.kv_len)]
+            try:
+                leg.saved = self.engine.offload(kept)
+            except Exception as error:  # this request fails, the loop goes on
+                self.fail_step([leg], error)
+                return
+        leg.recomputed = 0
         leg.marked_pages = len(leg.table)
         leg.preemptions += 1
         free = self.allocator.num_free  # at the decision: its own pages go to somebody else
@@ -244,7 +193,8 @@ class GeneratingScheduler(Scheduler[GenLegT]):
         now_ns = self._clock()
         # One that lacks a page itself gives way to those that hold the others.
         blockers = self.page_holders(now_ns) if blocker is None else (blocker,)
-        leg.leave(GapCause.PREEMPTION, now_ns, blockers[0] if blockers else None)
+        if leg.absent is None:
+            leg.leave(GapCause.PREEMPTION, now_ns, blockers[0] if blockers else None)
         leg.advance(leg.preempted, now_ns)
         self._observer.cause(
             leg,
@@ -258,19 +208,28 @@ class GeneratingScheduler(Scheduler[GenLegT]):
         )
 
     def _make_room_in_memory(self, victim: GenLegT) -> bool:
-        """Give up preempted sequences until the KV of `victim` fits beside them; False when it is
-        given up itself."""
-        saved = [self._saved(leg) for leg in self.legs if leg.state is leg.preempted]
-        limit = self.settings.preempted_pages
-        for handoff_id in given_up(self._saved(victim), saved, max_pages=limit):
+        """Drop saved KV until that of `victim` fits beside the rest; False when it does not, as it
+        was admitted last. What is dropped is computed again."""
+        saved = [self._saved(leg) for leg in self.legs if leg.saved is not None]
+        dropped = given_up(self._saved(victim), saved, max_pages=self.settings.preempted_pages)
+        for handoff_id in dropped:
             leg = self.legs[handoff_id]
-            pages = self._saved(leg).pages
-            self.fail(
-                leg,
-                "host_memory",
-                f"KV pages ran out, and its {pages} do not fit into host memory, which has {limit}",
-            )
-        return victim.ending is None
+            leg.saved = None
+            if leg is not victim and not self._may_recompute(leg):
+                self._give_up_kv(leg)
+        return victim.handoff_id not in dropped
+
+    def _may_recompute(self, leg: GenLegT) -> bool:
+        return bool(leg.prompt_ids) and leg.recomputes < self.settings.max_recomputes
+
+    def _give_up_kv(self, leg: GenLegT) -> None:
+        limit = self.settings.preempted_pages
+        self.fail(
+            leg,
+            "host_memory",
+            f"KV pages ran out, its {self._saved(leg).pages} do not fit into host memory, which "
+            f"has {limit}, and they were computed again {leg.recomputes} times",
+        )
 
     def _saved(self, leg: GenLegT) -> SavedSequence:
         return SavedSequence(
@@ -280,11 +239,15 @@ class GeneratingScheduler(Scheduler[GenLegT]):
         )
 
     def _resume(self, leg: GenLegT) -> None:
-        assert leg.saved is not None
         pages = self.take_pages(self._pages_for_next(leg), leg.handoff_id)
         if pages is None:
             return
         leg.own_pages = pages
+        leg.marked_pages = len(pages)
+        if leg.saved is None:
+            leg.recomputes += 1
+            leg.advance(leg.recomputing, self._clock())
+            return
         kept = pages[: self.engine.layout.pages_for(leg.generation.kv_len)]
         try:
             self.engine.restore(leg.saved, kept)
@@ -292,10 +255,13 @@ class GeneratingScheduler(Scheduler[GenLegT]):
             self.fail_step([leg], error)
             return
         leg.saved = None
-        leg.marked_pages = len(pages)
+        self._rejoin(leg)
+
+    def _rejoin(self, leg: GenLegT) -> None:
         now_ns = self._clock()
         leg.come_back(now_ns)
         leg.advance(leg.running, now_ns)
+        leg.recomputed = 0
         self._joined.append(leg)
 
     # -- run ----------------------------------------------------------------------------------
@@ -364,6 +330,43 @@ class GeneratingScheduler(Scheduler[GenLegT]):
         self._last_batch = (len(batch), kv_tokens, took_ns)
         self._lately.append((len(batch), took_ns))
         self._joined.clear()
+
+    def recompute(self) -> None:
+        """Compute a part of the KV that was lost, of the sequences that have pages again: as many
+        tokens as prompts may have in a step, so that the batch does not wait long."""
+        left = self.settings.prefill_budget
+        legs = [leg for leg in self.legs if leg.state is leg.recomputing]
+        legs.sort(key=lambda leg: leg.admitted)
+        batch: list[GenLegT] = []
+        work: list[PrefillChunk] = []
+        for leg in legs:
+            token_ids = leg.kv_tokens[leg.recomputed :][:left]
+            if not token_ids:
+                break
+            left -= len(token_ids)
+            batch.append(leg)
+            work.append(
+                PrefillChunk(
+                    token_ids=token_ids, start=leg.recomputed, pages=leg.table, sampling=None
+                )
+            )
+        if not batch:
+            return
+        self._again = True
+        self._steps += 1
+        begun_ns = self._clock()
+        tokens = [len(chunk.token_ids) for chunk in work]
+        try:
+            self.engine.prefill(work)
+        except Exception as error:  # the batch's requests fail, the loop goes on
+            self.ran(StepKind.PREFILL, batch, tokens, begun_ns)
+            self.fail_step(batch, error)
+            return
+        self.ran(StepKind.PREFILL, batch, tokens, begun_ns)
+        for leg, count in zip(batch, tokens, strict=True):
+            leg.recomputed += count
+            if leg.recomputed == leg.generation.kv_len:
+                self._rejoin(leg)
 
     def _took_ns(self, begun_ns: int, ended_ns: int) -> int:
         took_ns = ended_ns - begun_ns

@@ -19,6 +19,7 @@ from server.engine.base import ModelInfo
 from server.kv.layout import KvLayout
 from server.kv.pool import PoolDescriptor
 from server.round_trips import RoundTrips
+from server.taken import TakenRequests
 from server.wire.messages import AnyMessage, Heartbeat, Peer, RegisterPool, WorkerLoad
 from server.wire.sockets import Outbox
 
@@ -107,7 +108,7 @@ class HeartbeatThread:
     `stop` sends a last beat with `draining` set. What a peer does not take, because its connection
     is lost, is said again every `RETRY_S` until it does: a process that starts again at its address
     hears of everybody as soon as it can be reached. Answers arrive in the process's inbox;
-    `round_trips` matches them.
+    `round_trips` matches them; `taken` are the requests that it names.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class HeartbeatThread:
         layout: KvLayout | None = None,
         pool: PoolDescriptor | None = None,
         round_trips: RoundTrips | None = None,
+        taken: TakenRequests | None = None,
         clock: Clock = SYSTEM_CLOCK,
         make_outbox: MakeOutbox = Outbox,
         num_malformed: Callable[[], int] = lambda: 0,
@@ -130,6 +132,7 @@ class HeartbeatThread:
         self._layout = layout
         self._pool = pool
         self._round_trips = RoundTrips() if round_trips is None else round_trips
+        self._taken = TakenRequests() if taken is None else taken
         self._clock = clock
         self._make_outbox = make_outbox
         self._peer = Peer(
@@ -190,6 +193,8 @@ class HeartbeatThread:
         self._seq += 1
         sent_ns = self._clock.monotonic_ns()
         self._round_trips.sending(self._seq, sent_ns)
+        taken = self._taken.state
+        self._taken.telling(self._seq, taken)
         return outbox.send(
             self._config.gateway_endpoint,
             Heartbeat(
@@ -204,6 +209,8 @@ class HeartbeatThread:
                 info=self._info,
                 layout=self._layout,
                 ignored=self._ignored(state),
+                heard=taken.heard,
+                taken=taken.ids,
             ),
         )
 

@@ -56,7 +56,8 @@ class Generation:
     """Tokens of one sequence and the instants between them.
 
     prompt_len     tokens of the prompt; their KV is in the pages before the first commit
-    num_tokens     output tokens committed
+    token_ids      output tokens, in order
+    num_tokens     how many they are
     last_token_id  the latest of them; its own KV is written by the next step
     last_ns        when it was committed, CLOCK_MONOTONIC nanoseconds
     finish_reason  set with the last token
@@ -70,11 +71,13 @@ class Generation:
         "num_tokens",
         "prompt_len",
         "sampling",
+        "token_ids",
     )
 
     def __init__(self, *, prompt_len: int, sampling: SamplingParams, rules: StopRules) -> None:
         self.prompt_len = prompt_len
         self.sampling = sampling
+        self.token_ids: list[int] = []
         self.num_tokens = 0
         self.last_token_id = -1
         self.last_ns = 0
@@ -89,6 +92,7 @@ class Generation:
     def commit(self, token_id: int, at_ns: int) -> float | None:
         """Take the next output token. Returns seconds since the one before, None for the first."""
         gap_s = (at_ns - self.last_ns) / 1e9 if self.num_tokens else None
+        self.token_ids.append(token_id)
         self.num_tokens += 1
         self.last_token_id = token_id
         self.last_ns = at_ns

@@ -15,10 +15,11 @@ from server.counterparts import Counterparts
 from server.engine.base import Engine
 from server.kv.transfer.base import Reason
 from server.legs import LegT
+from server.ports import Ports
 from server.quarantine import Quarantine
 from server.registration import Registration
 from server.request import NS_PER_S, Ending
-from server.scheduler import Ports, Scheduler, outcome_of
+from server.scheduler import Scheduler, outcome_of
 from server.wire.messages import (
     Abort,
     AnyMessage,

@@ -8,9 +8,11 @@ may still touch leaves through DRAINING.
 
     decode leg    ARRIVED ▶ RESERVING ▶ AWAITING_KV ▶ LANDED ▶ COMMITTING ▶ RUNNING ▶ FINISHED
                   FINISHED ▶ CLOSED                                         RUNNING ⇄ PREEMPTED
+                                              PREEMPTED ⇄ RECOMPUTING ▶ RUNNING
 
     colocated     ARRIVED ▶ QUEUED ▶ PREFILLING ▶ COMMITTING ▶ RUNNING ▶ FINISHED ▶ CLOSED
                                                                RUNNING ⇄ PREEMPTED
+                                              PREEMPTED ⇄ RECOMPUTING ▶ RUNNING
 
     aborted       any state but FINISHED ▶ CLOSED, or, where a transfer may still read or write the
                   pages (prefill RUNNING and SENDING, decode AWAITING_KV), ▶ DRAINING ▶ CLOSED
@@ -56,7 +58,8 @@ class DecodeState(StrEnum):
     LANDED = "landed"  # KV is whole; waits for a slot in the batch
     COMMITTING = "committing"  # has a slot; the boundary token is not committed yet
     RUNNING = "running"
-    PREEMPTED = "preempted"  # KV is in host memory
+    PREEMPTED = "preempted"  # without pages; KV is in host memory, or must be computed again
+    RECOMPUTING = "recomputing"  # has pages; its KV is being computed again
     FINISHED = "finished"  # last token generated; pages not yet freed
     DRAINING = "draining"  # aborted; the transfer may still write its pages
     CLOSED = "closed"
@@ -70,7 +73,8 @@ class ColocatedState(StrEnum):
     PREFILLING = "prefilling"
     COMMITTING = "committing"  # prompt computed; the boundary token is not committed yet
     RUNNING = "running"
-    PREEMPTED = "preempted"  # KV is in host memory
+    PREEMPTED = "preempted"  # without pages; KV is in host memory, or must be computed again
+    RECOMPUTING = "recomputing"  # has pages; its KV is being computed again
     FINISHED = "finished"  # last token generated; pages not yet freed
     CLOSED = "closed"
 
@@ -96,7 +100,8 @@ DECODE_TRANSITIONS: Mapping[DecodeState, frozenset[DecodeState]] = MappingProxyT
         _D.LANDED: frozenset({_D.COMMITTING, _D.CLOSED}),
         _D.COMMITTING: frozenset({_D.RUNNING, _D.CLOSED}),
         _D.RUNNING: frozenset({_D.PREEMPTED, _D.FINISHED, _D.CLOSED}),
-        _D.PREEMPTED: frozenset({_D.RUNNING, _D.CLOSED}),
+        _D.PREEMPTED: frozenset({_D.RUNNING, _D.RECOMPUTING, _D.CLOSED}),
+        _D.RECOMPUTING: frozenset({_D.RUNNING, _D.PREEMPTED, _D.CLOSED}),
         _D.FINISHED: frozenset({_D.CLOSED}),
         _D.DRAINING: frozenset({_D.CLOSED}),
         _D.CLOSED: frozenset(),
@@ -109,7 +114,8 @@ COLOCATED_TRANSITIONS: Mapping[ColocatedState, frozenset[ColocatedState]] = Mapp
         _C.PREFILLING: frozenset({_C.COMMITTING, _C.CLOSED}),
         _C.COMMITTING: frozenset({_C.RUNNING, _C.CLOSED}),
         _C.RUNNING: frozenset({_C.PREEMPTED, _C.FINISHED, _C.CLOSED}),
-        _C.PREEMPTED: frozenset({_C.RUNNING, _C.CLOSED}),
+        _C.PREEMPTED: frozenset({_C.RUNNING, _C.RECOMPUTING, _C.CLOSED}),
+        _C.RECOMPUTING: frozenset({_C.RUNNING, _C.PREEMPTED, _C.CLOSED}),
         _C.FINISHED: frozenset({_C.CLOSED}),
         _C.CLOSED: frozenset(),
     }
@@ -148,6 +154,7 @@ DECODE_INFO: Mapping[DecodeState, StateInfo] = MappingProxyType(
         _D.COMMITTING: StateInfo("decode.first", "decode_queue_s"),
         _D.RUNNING: StateInfo("decode.generate"),
         _D.PREEMPTED: StateInfo("decode.preempted", "preempted_s"),
+        _D.RECOMPUTING: StateInfo("decode.preempted", "preempted_s"),
         _D.FINISHED: StateInfo("decode.generate"),
         _D.DRAINING: StateInfo("transfer", "drain_s"),
     }
@@ -160,6 +167,7 @@ COLOCATED_INFO: Mapping[ColocatedState, StateInfo] = MappingProxyType(
         _C.COMMITTING: StateInfo("decode.first", "decode_queue_s"),
         _C.RUNNING: StateInfo("decode.generate"),
         _C.PREEMPTED: StateInfo("decode.preempted", "preempted_s"),
+        _C.RECOMPUTING: StateInfo("decode.preempted", "preempted_s"),
         _C.FINISHED: StateInfo("decode.generate"),
     }
 )

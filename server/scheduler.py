@@ -14,26 +14,24 @@ import heapq
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
-from typing import Generic, Protocol
+from collections.abc import Sequence, Set
+from typing import Generic
 
-from pdtrace.recorder import MAX_BLOCKERS, Recorder
+from pdtrace.recorder import MAX_BLOCKERS
 from pdtrace.stages import Gauge, Outcome, StepKind, WaitReason
 from server.admission import PageBudget, Wait, largest
 from server.config import ProcessConfig
 from server.engine.base import Engine
 from server.errors import IntegrityError
 from server.gateway_watch import GatewayWatch
-from server.heartbeat import Progress
 from server.injection.process import refuse
 from server.kv.pages import PageAllocator
 from server.legs import LegT, LegTable
 from server.log_fields import logged
 from server.loop_log import Doing, LoopLog
+from server.ports import Ports
 from server.recording import record_round_trip
 from server.request import Ending
-from server.round_trips import RoundTrips
 from server.said import Said, is_due
 from server.tracing import TraceObserver
 from server.wire.messages import (
@@ -65,41 +63,6 @@ _GAUGES = (
     Gauge.STEPS,
     Gauge.LAST_PROGRESS_NS,
 )
-
-
-class MessageSource(Protocol):
-    """Where messages come from; `server.wire.sockets.Inbox`."""
-
-    def get(self, timeout_s: float) -> Received | None: ...
-
-    def drain(self) -> list[Received]: ...
-
-
-class MessageSink(Protocol):
-    """Where messages go; `server.wire.sockets.Outbox`. False: dropped, the peer is unreachable."""
-
-    def send(self, endpoint: str, message: AnyMessage) -> bool: ...
-
-
-def never_paused(_begin_ns: int, _end_ns: int) -> Sequence[tuple[int, int]]:
-    """For a process that nobody watches."""
-    return ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ports:
-    """What a scheduler is connected to. `clock` reads CLOCK_MONOTONIC nanoseconds.
-
-    pauses   begin and end of the times, overlapping the given one, in which the process stood still
-    """
-
-    inbox: MessageSource
-    outbox: MessageSink
-    recorder: Recorder
-    progress: Progress
-    clock: Callable[[], int]
-    round_trips: RoundTrips = field(default_factory=RoundTrips)
-    pauses: Callable[[int, int], Sequence[tuple[int, int]]] = never_paused
 
 
 class Scheduler(ABC, Generic[LegT]):
@@ -238,6 +201,8 @@ class Scheduler(ABC, Generic[LegT]):
         replaced = self._gateway.answered(message.gateway) if is_mine else None
         if replaced is not None:
             self._lose_gateway(replaced, "was started anew")
+        if is_mine:
+            self._ports.taken.heard(message.seq)
         trip = self._ports.round_trips.answered(message, arrived_ns)
         if trip is not None:
             record_round_trip(self._recorder, trip)
@@ -293,6 +258,7 @@ class Scheduler(ABC, Generic[LegT]):
         """Put a request into the table, unless its end came first or the worker is stopping."""
         past = self.legs.past(leg.handoff_id)
         self._gateway.wrote(leg.gateway)
+        self._ports.taken.take(leg.handoff_id)
         self.legs.add(leg)
         if past is not None:
             self.end(leg, past.ending, tell_peer=False)

@@ -22,10 +22,12 @@ from server.heartbeat import HeartbeatThread, Progress
 from server.injection.process import heartbeat_outbox, make_injector, recorder_class
 from server.injection.workers import disturb, faulty_ports
 from server.pauses import Pauses, PauseThread
+from server.ports import Ports
 from server.readiness import announce_ready
 from server.recording import open_recorder, process_clock
 from server.round_trips import RoundTrips
-from server.scheduler import DRAINING, Ports, Scheduler
+from server.scheduler import DRAINING, Scheduler
+from server.taken import TakenRequests
 from server.wire.curve import load_keys
 from server.wire.sockets import Inbox, Outbox
 
@@ -67,6 +69,7 @@ def serve(
         stack.callback(outbox.close)
         progress = Progress(clock)
         round_trips = RoundTrips(config.incarnation)
+        taken = TakenRequests()
         pauses = Pauses(clock)
         pause_thread = PauseThread(pauses)
         ports = Ports(
@@ -76,6 +79,7 @@ def serve(
             progress=progress,
             clock=clock.monotonic_ns,
             round_trips=round_trips,
+            taken=taken,
             pauses=pauses.within,
         )
         worker = make_worker(config, engine, faulty_ports(ports, injector))
@@ -86,6 +90,7 @@ def serve(
             layout=engine.layout,
             pool=engine.pool.descriptor,
             round_trips=round_trips,
+            taken=taken,
             clock=clock,
             make_outbox=heartbeat_outbox(injector, keys),
             num_malformed=lambda: inbox.counters.malformed,

@@ -52,14 +52,14 @@ def _batch(leg: DecodeLeg | ColocatedLeg, _free: int) -> Values:
 
 
 def _resumed(leg: DecodeLeg | ColocatedLeg, _free: int) -> Values:
-    return (leg.marked_pages,)
+    return (leg.marked_pages, leg.recomputed or None)
 
 
 def _output(leg: DecodeLeg | ColocatedLeg, _free: int) -> Values:
     return (leg.generation.num_tokens, leg.generation.finish_reason, leg.preemptions)
 
 
-_Changes: TypeAlias = Mapping[tuple[Any, Any], tuple[Mark, Callable[[Any, int], Values]]]
+_Changes: TypeAlias = Mapping[tuple[Any, Any], tuple[Mark, Callable[[Any, int], Values]] | None]
 
 _PREFILL: _Changes = {
     (_P.ARRIVED, _P.BOOTSTRAP): (Mark.PREFILL_RECEIVED, _none),
@@ -76,6 +76,9 @@ _DECODE: _Changes = {
     (_D.COMMITTING, _D.RUNNING): (Mark.FIRST_TOKEN_COMMITTED, _none),
     (_D.RUNNING, _D.PREEMPTED): (Mark.PREEMPTED, _pages),
     (_D.PREEMPTED, _D.RUNNING): (Mark.RESUMED, _resumed),
+    (_D.PREEMPTED, _D.RECOMPUTING): None,  # until it runs again, it is preempted
+    (_D.RECOMPUTING, _D.PREEMPTED): None,
+    (_D.RECOMPUTING, _D.RUNNING): (Mark.RESUMED, _resumed),
     (_D.RUNNING, _D.FINISHED): (Mark.DECODE_FINISHED, _output),
     (_D.FINISHED, _D.CLOSED): (Mark.DECODE_RELEASED, _pages),
 }
@@ -86,13 +89,17 @@ _COLOCATED: _Changes = {
     (_C.COMMITTING, _C.RUNNING): (Mark.FIRST_TOKEN_COMMITTED, _none),
     (_C.RUNNING, _C.PREEMPTED): (Mark.PREEMPTED, _pages),
     (_C.PREEMPTED, _C.RUNNING): (Mark.RESUMED, _resumed),
+    (_C.PREEMPTED, _C.RECOMPUTING): None,
+    (_C.RECOMPUTING, _C.PREEMPTED): None,
+    (_C.RECOMPUTING, _C.RUNNING): (Mark.RESUMED, _resumed),
     (_C.RUNNING, _C.FINISHED): (Mark.DECODE_FINISHED, _output),
     (_C.FINISHED, _C.CLOSED): (Mark.DECODE_RELEASED, _pages),
 }
 MARKS_OF_CHANGES: Mapping[type, _Changes] = MappingProxyType(
     {PrefillState: _PREFILL, DecodeState: _DECODE, ColocatedState: _COLOCATED}
 )
-"""Mark of each state change on the way to completion. A leg that ends otherwise is aborted."""
+"""Mark of each state change on the way to completion, None for one within a stage. A leg that ends
+otherwise is aborted."""
 
 _DRAINING = (_P.DRAINING, _D.DRAINING)
 _CLOSED = (_P.CLOSED, _D.CLOSED, _C.CLOSED)
@@ -122,8 +129,10 @@ class TraceObserver:
         state = leg.state
         ending = leg.ending
         if ending is None or ending.outcome is Outcome.COMPLETED:
-            mark, values = MARKS_OF_CHANGES[type(state)][previous, state]
-            leg.trace.mark(mark, *values(leg, self._free_pages()), at_ns=at_ns)
+            told = MARKS_OF_CHANGES[type(state)][previous, state]
+            if told is not None:
+                mark, values = told
+                leg.trace.mark(mark, *values(leg, self._free_pages()), at_ns=at_ns)
         elif previous not in _DRAINING:
             leg.trace.abort(ending.outcome, ending.reason, ending.by, at_ns=at_ns)
         if state in _CLOSED:

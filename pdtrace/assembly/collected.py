@@ -55,6 +55,7 @@ class Leg(msgspec.Struct, kw_only=True, gc=False):
     """What one process recorded of a request.
 
     lost_at_ns      when the process was found gone with the request open in it; None otherwise
+    lost_attempts   those that it held then; none: those that it recorded marks of
     lost_reason     process_lost (it died) or process_exited (it closed its ring in order)
     records_missed  records of its ring that were overwritten or torn while the request was open
     steps           its forward passes, by kind
@@ -64,6 +65,7 @@ class Leg(msgspec.Struct, kw_only=True, gc=False):
     process: Process
     marks: list[MarkRecord] = msgspec.field(default_factory=list[MarkRecord])
     lost_at_ns: int | None = None
+    lost_attempts: frozenset[int] = frozenset()
     lost_reason: str = "process_lost"
     records_missed: int = 0
     steps: Sequence[StepStats] = ()

@@ -48,10 +48,9 @@ _by_time = attrgetter("t_ns")
 _MODES = {mode.value: mode for mode in Mode}
 
 
-def _begun_by_another(begin: Stamp, leg: Leg) -> bool:
-    """Whether a process of `leg`'s role that is not `leg`'s began a stage, such as the one that the
-    next attempt went to: then the loss of `leg` is another attempt's."""
-    return begin.leg is not leg and begin.leg.process.role is leg.process.role
+def _attempts_of(lost: Leg) -> frozenset[int]:
+    """Attempts that ended with the loss of a process; it may have had others behind it."""
+    return lost.lost_attempts or frozenset(record.attempt or 1 for record in lost.marks)
 
 
 def place_of(mark: Mark, attr: a.Attr) -> int:
@@ -397,7 +396,7 @@ class Evidence:
 
     def _superseded(self, attempt: Attempt) -> End:
         following = next(other for n, other in self.attempts.items() if n > attempt.number)
-        lost = next((leg for leg in self.lost if leg is not self.gateway), None)
+        lost = next((leg for leg in self._lost_in(attempt) if leg is not self.gateway), None)
         return End(
             t_ns=max(following.stamps[0].t_ns, attempt.stamps[0].t_ns),
             outcome=(Outcome.LOST if lost else Outcome.FAILED).value,
@@ -405,6 +404,11 @@ class Evidence:
             by=lost.process.instance if lost else None,
             leg=self.gateway or attempt.stamps[-1].leg,
         )
+
+    def _lost_in(self, attempt: Attempt) -> list[Leg]:
+        """Processes that died with this attempt: not those that another one went to, be it that
+        they have the same role or the same name."""
+        return [leg for leg in self.lost if attempt.number in _attempts_of(leg)]
 
     def chain(self, attempt: Attempt) -> Iterable[Stage]:
         """Chain stages to look for in `attempt`; the request's own stand with its last attempt."""
@@ -450,12 +454,7 @@ class Evidence:
             finish = self.finish(stage, attempt)
             if self.is_open(stage, attempt) or (finish is not None and finish.t_ns > at_ns):
                 open_then.append(stage)
-        begins = [self.begin(stage, attempt) for stage in open_then]
-        dead = {
-            leg.process.role
-            for leg in self.lost
-            if not any(begin is not None and _begun_by_another(begin, leg) for begin in begins)
-        }
+        dead = {leg.process.role for leg in self._lost_in(attempt)}
         gave_up = {stamp.role for stamp in aborts[:1] if stamp.role is not Role.GATEWAY}
         for roles in (dead, gave_up):
             for stage in open_then:
@@ -472,8 +471,8 @@ class Evidence:
         assert end is not None
         if stage.end is Mark.COMPLETED and Mark.COMPLETED in self.first:
             return self.end  # whoever gave up before: the gateway works on the answer until then
-        for leg in self.lost:
-            if leg.process.role in stage.roles and not _begun_by_another(begin, leg):
+        for leg in self._lost_in(attempt):
+            if leg.process.role in stage.roles:
                 loss = self.loss(leg, not_before_ns=begin.t_ns)
                 # The request goes on waiting in this stage until somebody notices.
                 return replace(loss, t_ns=end.t_ns) if end.t_ns > begin.t_ns else loss

@@ -423,6 +423,7 @@ def _merged(legs: Iterable[OpenLeg]) -> list[Leg]:
         whole.records_missed = missed[source.ring] + overgrown[source.ring]
         if leg.lost_at_ns is not None:
             whole.lost_at_ns, whole.lost_reason = leg.lost_at_ns, leg.lost_reason
+            whole.lost_attempts |= {leg.attempt or 1}
         if leg.steps:
             whole.steps = (*whole.steps, *(_step_stats(steps, leg.attempt) for steps in leg.steps))
     return list(merged.values())

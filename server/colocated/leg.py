@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from server.engine.base import SamplingParams
-from server.generating import GeneratingLeg
+from server.generating_leg import GeneratingLeg
 from server.kv.radix import Match
 from server.request import COLOCATED_INFO, COLOCATED_TRANSITIONS, ColocatedState
 
@@ -25,9 +25,9 @@ class ColocatedLeg(GeneratingLeg[ColocatedState]):
     committing = ColocatedState.COMMITTING
     running = ColocatedState.RUNNING
     preempted = ColocatedState.PREEMPTED
+    recomputing = ColocatedState.RECOMPUTING
     finished = ColocatedState.FINISHED
 
-    prompt_ids: tuple[int, ...]
     match: Match | None = None
     started: int = 0
     computed: int = 0

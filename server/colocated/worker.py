@@ -16,14 +16,16 @@ from server.faults import FaultHolds
 from server.generating import GeneratingScheduler
 from server.kv.radix import LOCK_OWNER, RadixCache
 from server.kv.radix import OWNER as CACHE
+from server.ports import Ports
 from server.prefill.policy import Chunk, QueuedPrompt, RunningPrompt
 from server.prompts import PromptPages, chunk_work
 from server.request import ColocatedState, Ending
-from server.scheduler import IDLE_WAIT_S, Ports
+from server.scheduler import IDLE_WAIT_S
 from server.serve import serve
 from server.wire.messages import AnyMessage, ColocatedRequest, WorkerLoad
 
 _S = ColocatedState
+_IN_STEPS = (_S.PREFILLING, _S.COMMITTING, _S.RUNNING, _S.RECOMPUTING)
 _GAUGES = (
     Gauge.RUNNING,
     Gauge.WAITING,
@@ -54,6 +56,7 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
         if plan.decode:
             self.run_batch(now_ns)
             self.flush()  # tokens do not wait for prompts
+        self.recompute()
         self._run_prompts(plan.chunks)
         self.publish()
 
@@ -236,7 +239,7 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
             if leg.state in (_S.QUEUED, _S.PREFILLING)
         )
         used = sum(len(leg.table) for leg in self.legs)
-        running = counts[_S.RUNNING] + counts[_S.COMMITTING] + counts[_S.PREFILLING]
+        running = sum(counts[state] for state in _IN_STEPS)
         waiting = counts[_S.QUEUED] + counts[_S.PREEMPTED]
         self._recorder.gauges(_GAUGES, (running, waiting, used, self.cache.num_pages))
         return WorkerLoad(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from server.generating import GeneratingLeg
+from server.generating_leg import GeneratingLeg
 from server.request import (
     DECODE_INFO,
     DECODE_TRANSITIONS,
@@ -33,6 +33,7 @@ class DecodeLeg(GeneratingLeg[DecodeState]):
     committing = DecodeState.COMMITTING
     running = DecodeState.RUNNING
     preempted = DecodeState.PREEMPTED
+    recomputing = DecodeState.RECOMPUTING
     finished = DecodeState.FINISHED
 
     prompt_digest: str

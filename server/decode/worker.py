@@ -22,8 +22,9 @@ from server.faults import FaultHolds
 from server.generating import GeneratingScheduler
 from server.loop_log import Doing
 from server.paired import MAX_MISSES, PairedScheduler
+from server.ports import Ports
 from server.request import DecodeState
-from server.scheduler import IDLE_WAIT_S, Ports
+from server.scheduler import IDLE_WAIT_S
 from server.serve import serve
 from server.wire.messages import (
     AnyMessage,
@@ -73,6 +74,7 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg], PairedScheduler[DecodeLeg]):
         self._commit()
         self.flush()  # first tokens do not wait for the step
         self.run_batch(now_ns)
+        self.recompute()
         self.publish()
 
     # -- receive ------------------------------------------------------------------------------
@@ -109,6 +111,7 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg], PairedScheduler[DecodeLeg]):
                 stop=message.stop,
             ),
             max_tokens=message.max_tokens,
+            prompt_ids=message.prompt_ids if len(message.prompt_ids) == message.prompt_len else (),
             early=message.early,
             prompt_digest=message.prompt_digest,
             prefill=message.prefill,
@@ -404,7 +407,7 @@ class DecodeWorker(GeneratingScheduler[DecodeLeg], PairedScheduler[DecodeLeg]):
             len(leg.own_pages) for leg in self.legs if leg.state in (_S.AWAITING_KV, _S.LANDED)
         )
         held = sum(len(leg.own_pages) for leg in self.legs) + self.ballast.num_pages
-        running = counts[_S.RUNNING] + counts[_S.COMMITTING]
+        running = counts[_S.RUNNING] + counts[_S.COMMITTING] + counts[_S.RECOMPUTING]
         self._recorder.gauges(
             _GAUGES,
             (

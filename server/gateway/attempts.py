@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from pdtrace.propagation import RequestContext
 from pdtrace.stages import Outcome
 from server.errors import RequestError, WorkerLost
-from server.gateway.errors import GATEWAY, LegFailed, WorkerVanished
+from server.gateway.acceptance import Acceptance
+from server.gateway.errors import GATEWAY, LegFailed, RequestLost, WorkerVanished
 from server.gateway.mailbox import Mailbox
 from server.gateway.registry import WorkerUse
 from server.gateway.routing import PairChoice
-from server.wire.messages import AnyMessage, Cancel, LegClosed, Peer, TokenItem
+from server.wire.messages import AnyMessage, Cancel, Heartbeat, LegClosed, Peer, TokenItem
 
 REMIND_S = 0.5
 """How long a leg may take to answer a Cancel before it gets another."""
@@ -53,7 +54,14 @@ class WorkerGone:
     peer: Peer
 
 
-Event = Admitted | WorkersChanged | TokenItem | LegClosed | WorkerGone
+@dataclass(frozen=True, slots=True)
+class LegMissing:
+    """A worker is well and did not get its part of the request."""
+
+    peer: Peer
+
+
+Event = Admitted | WorkersChanged | TokenItem | LegClosed | WorkerGone | LegMissing
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +106,9 @@ def failure_of(event: Event) -> RequestError | None:
     if isinstance(event, WorkerGone):
         name = event.peer.instance
         return WorkerVanished(f"{name} vanished while it held the request.", by=name)
+    if isinstance(event, LegMissing):
+        name = event.peer.instance
+        return RequestLost(f"{name} did not get the request.", by=name)
     if isinstance(event, LegClosed) and event.outcome != Outcome.COMPLETED:
         return LegFailed.of(event)
     return None
@@ -112,12 +123,19 @@ class Attempts:
     """
 
     def __init__(
-        self, *, send: Send, me: Peer, drain_s: float, ignored: Callable[[str], None]
+        self,
+        *,
+        send: Send,
+        me: Peer,
+        drain_s: float,
+        accept_s: float,
+        ignored: Callable[[str], None],
     ) -> None:
         self._send = send
         self._me = me
         self._drain_s = drain_s
         self._ignored = ignored
+        self._acceptance = Acceptance(accept_s)
         self._open: dict[str, Attempt] = {}
         self.use: dict[str, WorkerUse] = {}
         """Per incarnation of a worker."""
@@ -166,6 +184,18 @@ class Attempts:
         elif item.finish_reason is None:
             # The answer ended here, at a stop string, and the worker goes on: it must not.
             self.cancel(attempt, Outcome.COMPLETED, "stop", by=GATEWAY)
+
+    def leg_sent(self, attempt: Attempt, peer: Peer, *, beat: int, now_s: float) -> None:
+        """The request is on its way to `peer`, whose latest heartbeat had number `beat`."""
+        self._acceptance.sent(peer.incarnation, attempt.handoff_id, beat=beat, now_s=now_s)
+
+    def heard(self, beat: Heartbeat, now_s: float) -> None:
+        """A worker said what it has taken in: legs that it lacks are missing."""
+        for handoff_id in self._acceptance.heard(beat, now_s):
+            attempt = self._open[handoff_id]
+            _logger.warning("%s: %s did not get the request", handoff_id, beat.peer.instance)
+            if not attempt.let_go:
+                attempt.mailbox.put(LegMissing(beat.peer))
 
     def leg_closed(self, message: LegClosed) -> PairChoice | None:
         """A worker let go of an attempt: its workers, if nobody had told them to."""
@@ -259,6 +289,7 @@ class Attempts:
 
     def _close_leg(self, attempt: Attempt, instance: str) -> None:
         peer = attempt.open_legs.pop(instance)
+        self._acceptance.over(peer.incarnation, attempt.handoff_id)
         use = self._use(peer)
         use.in_flight -= 1
         if peer == attempt.choice.prefill.peer:

@@ -15,11 +15,10 @@ from pdtrace.stages import Mark
 from server.gateway.attempts import Attempt, Event
 from server.gateway.mailbox import Mailbox
 from server.gateway.metrics import GatewayMetrics
+from server.gateway.now import NS_PER_S
 from server.gateway.openai_api import Operation
 from server.gateway.relay import OutputStream
 from server.gateway.responder import Responder
-
-NS_PER_S = 1e9
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

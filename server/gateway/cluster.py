@@ -6,7 +6,6 @@ Owns what their messages change; knows nothing of a request beyond its legs.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -15,6 +14,7 @@ from server.config import COLOCATED, PD, Settings
 from server.gateway.attempts import Attempt, Attempts, Event, WorkersChanged
 from server.gateway.errors import AttemptFailure, NoPair, WorkerVanished
 from server.gateway.mailbox import Mailbox
+from server.gateway.now import SYSTEM_NOW, Now
 from server.gateway.pairing import Refusal, RefusedPairs
 from server.gateway.registry import KvCapacity, MemberReport, MemberState, Registry
 from server.gateway.retry import Blame, rule_of
@@ -61,11 +61,17 @@ class Cluster:
         fingerprint: str,
         mail: Mail,
         ignored: Callable[[str], None],
+        now: Now = SYSTEM_NOW,
     ) -> None:
         self.me = me
+        self._now = now
         self.policy = Policy(settings.policy)
         self.attempts = Attempts(
-            send=mail.send, me=me, drain_s=settings.deadlines.drain_s, ignored=ignored
+            send=mail.send,
+            me=me,
+            drain_s=settings.deadlines.drain_s,
+            accept_s=settings.deadlines.accept_s,
+            ignored=ignored,
         )
         num_transfers = 0
         if settings.mode == PD:
@@ -84,7 +90,7 @@ class Cluster:
         self._refused = RefusedPairs()
         self._heartbeat_s = settings.heartbeat_s
         self._dead_after_s = settings.dead_after_s
-        self._last_look_s = time.monotonic()
+        self._last_look_s = self._now.s()
         self._without_worker: set[Mailbox[Event]] = set()
 
     def deliver(self, message: AnyMessage) -> None:
@@ -97,12 +103,13 @@ class Cluster:
             if choice is not None:
                 self._learn(choice, message.reason, message.message, by=message.by)
         elif isinstance(message, Heartbeat):
-            replaced = self._registry.observe(message, time.monotonic())
+            replaced = self._registry.observe(message, self._now.s())
             if replaced is not None:
                 self._lose(replaced, "was started again")
                 self.attempts.worker_replaced(replaced)
                 self._refused.forget(replaced.incarnation)
             self.attempts.worker_back(message.peer)
+            self.attempts.heard(message, self._now.s())
             for mailbox in self._without_worker:
                 mailbox.put(WorkersChanged())
         else:
@@ -115,7 +122,7 @@ class Cluster:
         A gateway that was stopped or starved finds everybody silent, and their heartbeats still
         unread: the time it missed itself is nobody's silence.
         """
-        now_s = time.monotonic()
+        now_s = self._now.s()
         missed_s = now_s - self._last_look_s - self._heartbeat_s
         if missed_s > self._dead_after_s / 4:
             _logger.warning("this gateway stood still for %.1f s", missed_s)
@@ -130,7 +137,7 @@ class Cluster:
 
     def reports(self) -> list[MemberReport]:
         """All processes heard of, in order of name."""
-        reports = self._registry.reports(time.monotonic())
+        reports = self._registry.reports(self._now.s())
         alone = misfits(self._snapshot(), self._refused.reasons)
         return [
             replace(report, state=MemberState.INCOMPATIBLE, reason=alone[report.instance].sentence)
@@ -144,7 +151,7 @@ class Cluster:
         return refusals(self._snapshot(), self._refused.reasons)
 
     def kv_capacity(self) -> KvCapacity:
-        return self._registry.kv_capacity(time.monotonic())
+        return self._registry.kv_capacity(self._now.s())
 
     def num_pairs(self) -> int:
         """Pairs that could serve a request at this instant."""
@@ -152,7 +159,7 @@ class Cluster:
 
     def _snapshot(self) -> ClusterSnapshot:
         return self._registry.snapshot(
-            time.monotonic(), self.attempts.use, frozenset(self._refused.reasons)
+            self._now.s(), self.attempts.use, frozenset(self._refused.reasons)
         )
 
     def _doubt_lost(self, peers: Iterable[Peer]) -> bool:
@@ -243,6 +250,9 @@ class Cluster:
             if refused is not None or not self._mail.send(peer.endpoint, message):
                 refused = refused or peer
                 self.attempts.leg_refused(attempt, peer)
+            else:
+                beat = self._registry.latest_beat(peer.incarnation)
+                self.attempts.leg_sent(attempt, peer, beat=beat, now_s=self._now.s())
         if refused is not None:
             self._registry.doubt(refused.incarnation, "takes no messages")
         return refused

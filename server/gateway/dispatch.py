@@ -48,6 +48,7 @@ def leg_messages(
         prefill=prefill,
         gateway=gateway,
         faults=faults,
+        prompt_ids=call.prompt_ids,
     )
     to_prefill = PrefillRequest(
         context=call.context,

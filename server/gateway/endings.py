@@ -6,11 +6,11 @@ Owns the record; how it ended is decided in `pipeline`.
 from __future__ import annotations
 
 import logging
-import time
 
 from pdtrace.stages import Mark, Outcome
-from server.gateway.call import NS_PER_S, Call
+from server.gateway.call import Call
 from server.gateway.metrics import GatewayMetrics
+from server.gateway.now import NS_PER_S
 from server.log_fields import logged
 
 _logger = logging.getLogger(__name__)
@@ -35,10 +35,15 @@ def end_attempt(
 
 
 def end_request(
-    call: Call, outcome: Outcome, reason: str | None, by: str | None, metrics: GatewayMetrics
+    call: Call,
+    outcome: Outcome,
+    reason: str | None,
+    by: str | None,
+    metrics: GatewayMetrics,
+    *,
+    at_ns: int,
 ) -> None:
     """The request is over, with the attempt that it was in."""
-    now_ns = time.monotonic_ns()
     output = call.output
     call.trace.mark(
         Mark.COMPLETED,
@@ -49,10 +54,10 @@ def end_request(
         None if output is None else output.num_tokens,
         None if output is None else output.finish_reason,
         None if output is None else output.cached_tokens,
-        at_ns=now_ns,
+        at_ns=at_ns,
     )
     _count_attempt(call, outcome, metrics)
-    seconds = (now_ns - call.received_ns) / NS_PER_S
+    seconds = (at_ns - call.received_ns) / NS_PER_S
     metrics.ended(call.operation, outcome, reason or "", seconds)
     for stage, spent_s in call.stages.items():
         metrics.stage(stage, spent_s)

@@ -63,6 +63,17 @@ class WorkerVanished(WorkerLost):
         self.by = by
 
 
+class RequestLost(RequestError):  # noqa: N818 -- named after what happened, as its siblings are
+    """A worker is well and did not get its part of the request; `by` names it."""
+
+    code = "request_lost"
+    http_status = 502
+
+    def __init__(self, message: str, *, by: str) -> None:
+        super().__init__(message)
+        self.by = by
+
+
 class NoPair(Overloaded):
     """No pair of workers can take the request, and waiting for one would be in vain."""
 
@@ -117,7 +128,7 @@ class LegFailed(RequestError):  # noqa: N818 -- named after what happened, as it
         )
 
 
-AttemptFailure = LegFailed | WorkerVanished
+AttemptFailure = LegFailed | WorkerVanished | RequestLost
 """What ends an attempt, and need not end its request. `by`: the process with which it ended."""
 
 _STATUS_BY_CODE: Mapping[str, int] = {

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -156,7 +155,7 @@ class _GenerationEndpoint:
             self.operation,
             self.path,
             context=context,
-            received_ns=state.get(RECEIVED_NS) or time.monotonic_ns(),
+            received_ns=state.get(RECEIVED_NS) or self.gateway.now.ns(),
             send=closing,
             headers=trace_headers(context),
         )

@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 
 from starlette.types import Receive, Send
 
+from pdtrace.clock import SYSTEM_CLOCK, Clock
 from pdtrace.recorder import Recorder, RequestContext
 from pdtrace.stages import Gauge, Mark, Mode, Outcome, WaitReason
 from server.config import COLOCATED, Settings
@@ -51,11 +51,13 @@ from server.gateway.errors import (
     LegFailed,
     NoPair,
     QueueTimedOut,
+    RequestLost,
     WorkerVanished,
     outcome_of,
 )
 from server.gateway.mailbox import Mailbox
 from server.gateway.metrics import GatewayMetrics
+from server.gateway.now import Now
 from server.gateway.openai_api import GenerationRequest, Operation
 from server.gateway.openai_bodies import BODIES, Usage
 from server.gateway.prompt import PromptEncoder, output_budget
@@ -91,11 +93,13 @@ class Gateway:
         tokenizer: Tokenizer,
         mail: Mail,
         recorder: Recorder,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        self.now = Now(clock)
         self.settings = settings
         self.model = model
         self.served_name = settings.served_name or model.name
-        self.created_s = int(time.time())
+        self.created_s = self.now.unix_s()
         self.stopping = False
         self.mode = _mode(settings)
         self.admission = Admission(
@@ -114,6 +118,7 @@ class Gateway:
             fingerprint=model.fingerprint,
             mail=mail,
             ignored=self.metrics.ignored,
+            now=self.now,
         )
         self._recorder = recorder
         self._tokenizer = tokenizer
@@ -145,7 +150,7 @@ class Gateway:
             if call is not None:
                 _record_place(call, place)
         self._recorder.gauges(
-            _GAUGES, (time.monotonic_ns(), self.admission.in_flight, self.admission.waiting)
+            _GAUGES, (self.now.ns(), self.admission.in_flight, self.admission.waiting)
         )
 
     # -- requests -----------------------------------------------------------------------------
@@ -198,7 +203,9 @@ class Gateway:
         except asyncio.CancelledError:
             # The HTTP server gave up waiting for this request at shutdown.
             self._let_go(call, Outcome.FAILED, GATEWAY, SHUTTING_DOWN)
-            end_request(call, Outcome.FAILED, SHUTTING_DOWN, GATEWAY, self.metrics)
+            end_request(
+                call, Outcome.FAILED, SHUTTING_DOWN, GATEWAY, self.metrics, at_ns=self.now.ns()
+            )
             raise
         except Exception:  # a request boundary
             _logger.exception(
@@ -246,7 +253,7 @@ class Gateway:
                 attempt = await self._dispatch(call, request, choice)
                 output = call.output = OutputStream(self._tokenizer, request.stop)
                 await self._relay(call, attempt, output)
-            except (LegFailed, WorkerVanished) as failure:
+            except (LegFailed, WorkerVanished, RequestLost) as failure:
                 wanted = self._try_again(call, request, wanted, failure)
             else:
                 break
@@ -263,7 +270,7 @@ class Gateway:
             param="messages" if request.operation is Operation.CHAT else "prompt",
         )
         await self.hold(call, "gateway.ingest")
-        now_ns = time.monotonic_ns()
+        now_ns = self.now.ns()
         call.trace.mark(
             Mark.TOKENIZED,
             request.model,
@@ -290,7 +297,7 @@ class Gateway:
                 finally:
                     del self._queued[call.admission_key]
             await self._wait_for_pair(call, wanted, "gateway.queue")
-        now_ns = time.monotonic_ns()
+        now_ns = self.now.ns()
         call.trace.mark(Mark.ADMITTED, self.admission.in_flight, at_ns=now_ns)
         call.stage_ended("gateway.queue", now_ns)
 
@@ -299,7 +306,7 @@ class Gateway:
         while (choice := self.cluster.choose(wanted)) is None:
             with self._queueing(call):
                 await self._wait_for_pair(call, wanted, "gateway.route")
-        now_ns = time.monotonic_ns()
+        now_ns = self.now.ns()
         call.trace.mark(
             Mark.ROUTED,
             choice.prefill.peer.instance,
@@ -326,7 +333,7 @@ class Gateway:
         messages = leg_messages(call, request, choice, mode=self.mode, gateway=self.cluster.me)
         # Before the first of them leaves: a worker's mark of its arrival must not come earlier, and
         # if this process dies now, the worker is known to have had it.
-        now_ns = time.monotonic_ns()
+        now_ns = self.now.ns()
         call.trace.mark(Mark.DISPATCHED, at_ns=now_ns)
         call.stage_ended("gateway.dispatch", now_ns)
         attempt = call.attempt = self.cluster.attempts.open(
@@ -364,7 +371,7 @@ class Gateway:
             raise failure
         following = self.cluster.after(attempt.choice, wanted, failure)
         outcome, by = outcome_of(failure, dispatched=True)
-        now_ns = time.monotonic_ns()
+        now_ns = self.now.ns()
         end_attempt(call, outcome, failure.code, failure.by, self.metrics, at_ns=now_ns)
         self.cluster.attempts.cancel(attempt, outcome, failure.code, by=by)
         self.cluster.attempts.let_go(attempt)
@@ -408,7 +415,7 @@ class Gateway:
                 if call.first_write_ns is None:
                     await self.hold(call, "hop.token")
                 if await call.responder.write(text):
-                    call.wrote(time.monotonic_ns(), self.metrics)
+                    call.wrote(self.now.ns(), self.metrics)
             if failure is not None:
                 raise failure
 
@@ -431,12 +438,12 @@ class Gateway:
             cached_tokens=output.cached_tokens,
         )
         if await call.responder.finish(output.finish_reason, usage):
-            call.wrote(time.monotonic_ns(), self.metrics)
+            call.wrote(self.now.ns(), self.metrics)
         call.is_over = True
         self.cluster.attempts.let_go(attempt)
         self._give_back_place(call)
         call.measure(self.metrics)
-        end_request(call, Outcome.COMPLETED, None, None, self.metrics)
+        end_request(call, Outcome.COMPLETED, None, None, self.metrics, at_ns=self.now.ns())
 
     async def _fail(self, call: Call, error: RequestError) -> None:
         """End the request with `error`: tell the legs, the client and the trace."""
@@ -454,7 +461,7 @@ class Gateway:
         except ClientGone:
             pass  # it left before it could be told; the outcome is what it was
         finally:
-            end_request(call, outcome, error.code, by, self.metrics)
+            end_request(call, outcome, error.code, by, self.metrics, at_ns=self.now.ns())
 
     def _let_go(self, call: Call, outcome: Outcome, by: str, reason: str) -> None:
         """Give back what the request holds: its legs now, its place once they are closed."""
@@ -476,12 +483,12 @@ class Gateway:
     @contextmanager
     def _queueing(self, call: Call) -> Generator[None]:
         """A wait of the request: all its waits together are bounded by `gateway_queue_s`."""
-        began_s = time.monotonic()
+        began_s = self.now.s()
         with self._deadline(call, self._queue_timeout, call.queue_left_s):
             try:
                 yield
             finally:
-                call.queue_left_s = max(0.0, call.queue_left_s - (time.monotonic() - began_s))
+                call.queue_left_s = max(0.0, call.queue_left_s - (self.now.s() - began_s))
 
     @contextmanager
     def _deadline(
@@ -513,7 +520,7 @@ class Gateway:
     def _responder(self, call: Call, request: GenerationRequest) -> Responder:
         bodies = BODIES[request.operation](
             model=request.model,
-            created_s=int(time.time()),
+            created_s=self.now.unix_s(),
             fingerprint=f"fp_{self.model.fingerprint[:12]}",
             include_usage=request.include_usage,
         )

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from enum import Enum, auto
 from http import HTTPStatus
 from typing import Any, ClassVar
@@ -34,6 +33,7 @@ from server.client_limits import ClientLimits
 from server.errors import InvalidRequest, Overloaded, RequestError
 from server.gateway.connections import Connections, End
 from server.gateway.identity import RequestIdentity
+from server.gateway.now import SYSTEM_NOW, Now
 from server.gateway.openai_bodies import error_body, json_bytes
 from server.gateway.responder import error_headers
 
@@ -93,10 +93,11 @@ class LimitedConnection(h11.Connection):
 
 
 class GatewayProtocol(H11Protocol):
-    """One connection. `protocol_class` binds the limits and the table of connections."""
+    """One connection. `protocol_class` binds the limits, the table of connections, the time."""
 
     limits: ClassVar[ClientLimits]
     table: ClassVar[Connections]
+    now: ClassVar[Now]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -144,7 +145,7 @@ class GatewayProtocol(H11Protocol):
         if not self._stamped and self.conn.their_state is h11.IDLE:
             self._stamped = True
             # The next request's scope gets a copy of this.
-            self.app_state = {**self.app_state, RECEIVED_NS: time.monotonic_ns()}
+            self.app_state = {**self.app_state, RECEIVED_NS: self.now.ns()}
             self._enter(Phase.HEAD)
         cycle: object = self.cycle
         super().data_received(data)
@@ -297,14 +298,17 @@ class GatewayProtocol(H11Protocol):
         self.transport.write_eof()
 
 
-def protocol_class(limits: ClientLimits, table: Connections) -> type[GatewayProtocol]:
-    """The protocol of a server with these limits."""
+def protocol_class(
+    limits: ClientLimits, table: Connections, now: Now = SYSTEM_NOW
+) -> type[GatewayProtocol]:
+    """The protocol of a server with these limits. `now` stamps what arrives."""
 
     class BoundProtocol(GatewayProtocol):
         pass
 
     BoundProtocol.limits = limits
     BoundProtocol.table = table
+    BoundProtocol.now = now
     return BoundProtocol
 
 

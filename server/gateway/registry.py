@@ -172,6 +172,17 @@ class Registry:
             if member.heartbeat.role == Role.TRANSFER:
                 member.doubt = reason
 
+    def latest_beat(self, incarnation: str) -> int:
+        """Number of the latest heartbeat of a member; 0 for one that was never heard of."""
+        return max(
+            (
+                member.heartbeat.seq
+                for member in self._members.values()
+                if member.heartbeat.peer.incarnation == incarnation
+            ),
+            default=0,
+        )
+
     def peers(self) -> list[Peer]:
         """Everybody heard of, dead or alive."""
         return [member.heartbeat.peer for member in self._members.values()]

@@ -61,6 +61,7 @@ RULES: Mapping[str, Rule | None] = MappingProxyType(
         "transfer_lost": _TRANSFER_GONE,
         "peer_lost": _TRANSFER_GONE,
         "transfer_stopping": _TRANSFER_GONE,
+        "request_lost": Rule(blame=Blame.WORKER),  # it lives, but does not have its part
         "gateway_lost": Rule(),  # a worker took this gateway for dead
         # the two do not fit together
         "handshake_mismatch": Rule(blame=Blame.PAIR, refuse=True),

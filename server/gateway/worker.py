@@ -110,7 +110,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(gateway),
-                http=protocol_class(limits, table),
+                http=protocol_class(limits, table, gateway.now),
                 ws="none",
                 lifespan="off",
                 loop="asyncio",
@@ -155,21 +155,23 @@ async def _deliver(inbox: AsyncSource, mail: Mail, gateway: Gateway, clock_id: s
                     beat = received.message
                     mail.send(
                         beat.peer.endpoint,
-                        acknowledge(beat, received.arrived_ns, me, clock_id),
+                        acknowledge(beat, received.arrived_ns, me, clock_id, gateway.now.ns()),
                     )
                 gateway.cluster.deliver(received.message)
             except Exception:  # one message must not stop the others
                 _logger.exception("%s could not be handled", type(received.message).__name__)
 
 
-def acknowledge(beat: Heartbeat, received_ns: int, me: Peer, clock_id: str) -> HeartbeatAck:
-    """The answer to `beat`, to be sent now."""
+def acknowledge(
+    beat: Heartbeat, received_ns: int, me: Peer, clock_id: str, answered_ns: int
+) -> HeartbeatAck:
+    """The answer to `beat`, to be sent at `answered_ns`, which is now."""
     return HeartbeatAck(
         incarnation=beat.peer.incarnation,
         seq=beat.seq,
         sent_ns=beat.sent_ns,
         received_ns=received_ns,
-        answered_ns=SYSTEM_CLOCK.monotonic_ns(),
+        answered_ns=answered_ns,
         clock_id=clock_id,
         gateway=me,
     )

@@ -5,12 +5,12 @@ Owns which of its parts is wrapped for which place.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
 from pdtrace.stages import WaitReason
 from server.gateway.call import Call
 from server.gateway.cluster import Mail
+from server.gateway.now import Now
 from server.gateway.pipeline import Gateway
 from server.injection.fault import Fault, Place
 from server.injection.injector import Injector
@@ -70,7 +70,7 @@ def disturb(gateway: Gateway, injector: Injector | None, faults: Iterable[Fault]
         ms = injector.stage(stage, call.context.request_id)
         if ms:
             call.trace.wait(stage, WaitReason.INJECTED)
-            await _pause(call, injector, ms / 1000)
+            await _pause(call, injector, ms / 1000, gateway.now)
 
     gateway.hold = hold_frozen
     gateway.tick = injector.around(Place.STEP, gateway.tick)
@@ -79,8 +79,8 @@ def disturb(gateway: Gateway, injector: Injector | None, faults: Iterable[Fault]
     injector.arm(faults)
 
 
-async def _pause(call: Call, injector: Injector, seconds: float) -> None:
+async def _pause(call: Call, injector: Injector, seconds: float, now: Now) -> None:
     """Keep the request where it is for so long, or until faults are cleared."""
-    times_cleared, end_s = injector.times_cleared, time.monotonic() + seconds
-    while injector.times_cleared == times_cleared and (left_s := end_s - time.monotonic()) > 0:
+    times_cleared, end_s = injector.times_cleared, now.s() + seconds
+    while injector.times_cleared == times_cleared and (left_s := end_s - now.s()) > 0:
         await call.mailbox.pause(min(left_s, LOOK_S))

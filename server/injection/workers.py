@@ -16,8 +16,9 @@ from server.injection.ports import FaultyInbox, FaultyOutbox
 from server.injection.shrinking import OWNER as OUT_OF_USE
 from server.injection.shrinking import Shrunk
 from server.kv.radix import RadixCache
+from server.ports import Ports
 from server.request import Leg
-from server.scheduler import Ports, Scheduler
+from server.scheduler import Scheduler
 
 
 def faulty_ports(ports: Ports, injector: Injector | None) -> Ports:

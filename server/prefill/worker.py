@@ -18,6 +18,7 @@ from server.faults import FaultHolds
 from server.kv.radix import LOCK_OWNER, RadixCache
 from server.kv.radix import OWNER as CACHE
 from server.paired import PairedScheduler
+from server.ports import Ports
 from server.prefill.handshake import find_mismatch
 from server.prefill.leg import PrefillLeg
 from server.prefill.policy import (
@@ -30,7 +31,7 @@ from server.prefill.policy import (
 )
 from server.prompts import PromptPages, chunk_work
 from server.request import NS_PER_S, PrefillState
-from server.scheduler import IDLE_WAIT_S, Ports
+from server.scheduler import IDLE_WAIT_S
 from server.serve import serve
 from server.wire.messages import (
     Abort,

@@ -69,6 +69,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     progress_age_s   seconds since the scheduler loop last went round (0 while it is idle)
     busy             whether it has work: an old `progress_age_s` with work is a hang
     ignored          messages without effect since its start, as "why.Type"
+    heard            latest of the gateway's answers that the loop has taken in, by `seq`; 0: none
+    taken            handoffs whose request has come and that the gateway may not know of yet
     """
 
     peer: Peer
@@ -82,6 +84,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     info: ModelInfo | None = None
     layout: KvLayout | None = None
     ignored: dict[str, int] = {}
+    heard: int = 0
+    taken: tuple[str, ...] = ()
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):
@@ -117,6 +121,7 @@ class DecodeRequest(Message, frozen=True, kw_only=True):
     """Gateway → decode: reserve room for this request and generate once its KV has landed.
 
     prompt_digest   digest of the token ids: both legs must speak of the same history
+    prompt_ids      from which KV that is lost to preemption is computed again; none: it cannot be
     stop            stop strings; stop_token_ids come from the model unless ignore_eos
     early           prefill forwards the boundary token itself
     faults          stage name → delay in milliseconds; empty unless the server allows faults
@@ -133,6 +138,7 @@ class DecodeRequest(Message, frozen=True, kw_only=True):
     prefill: Peer
     gateway: Peer
     faults: dict[str, int] = {}
+    prompt_ids: tuple[int, ...] = ()
 
 
 class PrefillRequest(Message, frozen=True, kw_only=True):

@@ -464,7 +464,9 @@ async def _deliver(inbox: AsyncInbox, outbox: Outbox, gateway: Gateway) -> None:
         for received in await inbox.receive():
             if isinstance(received.message, Heartbeat):
                 beat = received.message
-                ack = acknowledge(beat, received.arrived_ns, gateway.cluster.me, "")
+                ack = acknowledge(
+                    beat, received.arrived_ns, gateway.cluster.me, "", gateway.now.ns()
+                )
                 outbox.send(beat.peer.endpoint, ack)
             gateway.cluster.deliver(received.message)
 

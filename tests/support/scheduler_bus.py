@@ -28,9 +28,10 @@ from server.injection.fault import Fault
 from server.injection.injector import Injector
 from server.injection.workers import disturb, faulty_ports
 from server.kv.layout import KvLayout
+from server.ports import Ports
 from server.prefill.worker import PrefillWorker
 from server.round_trips import RoundTrips
-from server.scheduler import IDLE_WAIT_S, Ports, Scheduler
+from server.scheduler import IDLE_WAIT_S, Scheduler
 from server.wire.messages import (
     AnyMessage,
     Cancel,
@@ -511,6 +512,7 @@ class Cluster:
                 prefill=self.workers["prefill-0"].peer,
                 gateway=self.gateway,
                 faults=faults or {},
+                prompt_ids=tuple(prompt),
             ),
         )
         self.channels.put(

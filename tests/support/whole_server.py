@@ -14,7 +14,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from pdtrace.propagation import RequestContext
@@ -31,9 +30,11 @@ from server.gateway.pipeline import Gateway
 from server.heartbeat import Progress
 from server.kv.transfer.shm import ShmTransfer
 from server.kv.transfer.worker import TransferWorker, take_step
+from server.ports import Ports
 from server.prefill.worker import PrefillWorker
 from server.round_trips import RoundTrips
-from server.scheduler import Ports, Scheduler
+from server.scheduler import Scheduler
+from server.taken import TakenRequests
 from server.wire.messages import (
     AnyMessage,
     Heartbeat,
@@ -76,6 +77,7 @@ def scarce_settings(**changes: Any) -> Settings:
         "stalled_after_s": 3.0,
         "deadlines": Deadlines(
             gateway_queue_s=4.0,
+            accept_s=0.5,
             reserve_s=3.0,
             handshake_s=2.0,
             prefill_queue_s=3.0,
@@ -195,6 +197,7 @@ class Process:
     engine: FakeEngine | None = None
     transfer: ShmTransfer | None = None
     frozen: bool = False
+    taken: TakenRequests = field(default_factory=TakenRequests)
     beats: int = 0
     beat_ns: int = 0
 
@@ -315,22 +318,12 @@ class Client:
 class WholeServer:
     """Everybody of one server. `close` it.
 
-    patch_time   puts its argument in place of the module `time`, for who reads no clock of its own
-    clients      every request that was sent
+    clients   every request that was sent
     """
 
-    def __init__(
-        self, directory: Path, settings: Settings, patch_time: Callable[[SimpleNamespace], None]
-    ) -> None:
+    def __init__(self, directory: Path, settings: Settings) -> None:
         self.settings = settings
         self.clock = FakeClock()
-        patch_time(
-            SimpleNamespace(
-                monotonic=lambda: self.clock.monotonic_ns() / 1e9,
-                monotonic_ns=self.clock.monotonic_ns,
-                time=lambda: self.clock.wall_ns() / 1e9,
-            )
-        )
         self.loop = FakeTimeLoop(self.clock)
         self.rings = MemoryRings(clock=self.clock)
         self.post = Post()
@@ -391,6 +384,7 @@ class WholeServer:
                 tokenizer=TOKENIZER,
                 mail=outlet,
                 recorder=self.rings.recorder(Role.GATEWAY, peer.incarnation),
+                clock=self.clock,
             )
             return
         self.processes[instance] = self._make(peer, outlet)
@@ -438,6 +432,7 @@ class WholeServer:
             progress=progress,
             clock=self.clock.monotonic_ns,
             round_trips=RoundTrips(peer.incarnation),
+            taken=TakenRequests(),
         )
         classes = {
             Role.PREFILL: PrefillWorker,
@@ -445,7 +440,9 @@ class WholeServer:
             Role.WORKER: ColocatedWorker,
         }
         worker = classes[role](config, engine, ports)
-        return Process(worker, inbox, outlet, progress, peer, role, engine=engine)
+        return Process(
+            worker, inbox, outlet, progress, peer, role, engine=engine, taken=ports.taken
+        )
 
     def kill(self, instance: str, *, noticed: bool) -> None:
         """It is gone, with all that lay in its inbox. `noticed`: sends to it are refused."""
@@ -569,6 +566,8 @@ class WholeServer:
             process.beat_ns = now_ns + round(self.settings.heartbeat_s * 1e9)
             process.beats += 1
             state, engine = process.progress.state, process.engine
+            taken = process.taken.state
+            process.taken.telling(process.beats, taken)
             process.outlet.send(
                 GATEWAY,
                 Heartbeat(
@@ -583,6 +582,8 @@ class WholeServer:
                     info=None if engine is None else MODEL.info,
                     layout=None if engine is None else engine.layout,
                     ignored=dict(state.ignored),
+                    heard=taken.heard,
+                    taken=taken.ids,
                 ),
             )
             if engine is not None and self.settings.mode != COLOCATED:

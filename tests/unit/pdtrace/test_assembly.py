@@ -552,9 +552,10 @@ def test_retry_is_a_second_attempt_linked_to_the_first() -> None:
     assert len([s for s in spans if s.name in ("gateway.ingest", "gateway.queue")]) == 2
 
 
-def test_process_lost_in_one_attempt_is_not_lost_in_the_next_one_too() -> None:
-    first = request_of(until(pd_moments(), 5_000), lost={PREFILL: 8_000})
-    second = request_of([m for m in until(pd_moments(), 5_000) if m[2] >= 500], attempt=2)
+def two_attempts(first: CollectedRequest, until_us: int) -> CollectedRequest:
+    """`first`, which failed when a worker was lost, and another attempt, on other workers, which
+    came as far as `until_us` and failed then."""
+    second = request_of([m for m in until(pd_moments(), until_us) if m[2] >= 500], attempt=2)
     for leg in second.legs:
         leg.marks = [
             MarkRecord(mark=m.mark, key=2, attempt=2, t_ns=m.t_ns + 10 * MS, values=m.values)
@@ -563,16 +564,62 @@ def test_process_lost_in_one_attempt_is_not_lost_in_the_next_one_too() -> None:
         another = Resource(attributes={**leg.process.resource.attributes, "process.pid": 4711})
         leg.process = dataclasses.replace(leg.process, resource=another)
     gateway = next(leg for leg in first.legs if leg.process.role is GATEWAY)
-    abort = aborted(GATEWAY, 9_000, "failed", "worker_lost", "prefill-0")
-    done = completed(31_000, "failed", "worker_lost", "gateway", 502)
+    [lost] = {leg.process.instance for leg in first.legs if leg.lost_at_ns is not None}
+    abort = aborted(GATEWAY, 9_000, "failed", "worker_lost", lost)
+    done = completed(31_000, "failed", "request_lost", "gateway", 502)
+    gateway.marks += [m for leg in second.legs if leg.process.role is GATEWAY for m in leg.marks]
     gateway.marks.append(record(abort[1], START_NS + 9_000 * US, abort[3]))
     gateway.marks.append(record(done[1], START_NS + 31_000 * US, done[3], attempt=2))
-    first.legs = [*first.legs, *second.legs]
-    computes = [span for span in assemble(first) if span.name == "prefill.compute"]
-    assert [(s.attributes[a.OUTCOME.key], s.attributes[a.OUTCOME_BY.key]) for s in computes] == [
-        ("lost", "prefill-0"),
-        ("failed", "gateway"),
+    first.legs = [
+        *first.legs,
+        *(leg for leg in second.legs if leg.process.role is not GATEWAY),
     ]
+    return first
+
+
+def last_of(spans: Sequence[Span], stage: str) -> tuple[object, object, object]:
+    """Outcome, reason and who ended it, of a stage in the second attempt."""
+    (span,) = [s for s in spans if s.name == stage and s.attributes[a.ATTEMPT.key] == 2]
+    keys = (a.OUTCOME.key, a.OUTCOME_REASON.key, a.OUTCOME_BY.key)
+    first, second, third = (span.attributes.get(key) for key in keys)
+    return first, second, third
+
+
+@pytest.mark.parametrize(
+    ("lost", "first_us", "second_us", "stage"),
+    [
+        (PREFILL, 5_000, 5_000, "prefill.compute"),  # its own role began it
+        (DECODE, 800, 710, "hop.dispatch"),  # the gateway did
+        (PREFILL, 5_000, 1_800, "hop.publish"),  # decode did
+        (DECODE, 800, 6_600, "hop.notice"),  # the transfer process did
+    ],
+)
+def test_process_lost_in_one_attempt_is_not_lost_in_the_next_one_too(
+    lost: Role, first_us: int, second_us: int, stage: str
+) -> None:
+    first = request_of(until(pd_moments(), first_us), lost={lost: 8_000})
+    spans = assemble(two_attempts(first, second_us))
+    one, two = [span for span in spans if span.name == "attempt"]
+    assert one.attributes[a.OUTCOME.key] == "failed"
+    assert any(
+        s.attributes.get(a.OUTCOME.key) == "lost" and s.attributes[a.ATTEMPT.key] == 1
+        for s in spans
+    )
+    assert two.attributes[a.OUTCOME_STAGE.key] == stage
+    assert last_of(spans, stage) == ("failed", "request_lost", "gateway")
+
+
+def test_process_that_is_lost_with_the_second_attempt_was_not_with_the_first() -> None:
+    """It had both, and had given up the first."""
+    moments = [*until(pd_moments(), 5_000), aborted(PREFILL, 8_000, "failed", "internal", "p")]
+    both = two_attempts(request_of(moments, lost={PREFILL: 25_000}), 5_000)
+    prefill, successor = [leg for leg in both.legs if leg.process.role is PREFILL]
+    prefill.marks += successor.marks
+    both.legs = [leg for leg in both.legs if leg is not successor]
+    prefill.lost_attempts = frozenset({2})
+    spans = assemble(both)
+    ends = [s.attributes.get(a.OUTCOME.key) for s in spans if s.name == "prefill.compute"]
+    assert ends == ["failed", "lost"]
 
 
 @pytest.mark.parametrize("told", ["finished", "told to stop"])

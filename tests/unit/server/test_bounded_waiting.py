@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from server.config import Deadlines, Settings
 from server.preemption import SavedSequence, given_up
 from server.request import DecodeState, PrefillState
 from server.serve import stop_worker
-from tests.support.scheduler_bus import PAGE, Cluster, by_kind
+from tests.support.scheduler_bus import PAGE, Cluster, Result, by_kind
 
 MakeCluster = Callable[..., Cluster]
 LEGS = ("prefill-0", "decode-0")
@@ -257,40 +258,97 @@ def test_memory_is_never_exceeded_and_nobody_older_goes_before_a_younger_one(
         assert sum(s.pages for s in stay) + last.pages > limit
 
 
-@pytest.mark.parametrize("colocated", [False, True])
-@pytest.mark.parametrize("memory", [0, 4, 100])
-def test_preempted_requests_beyond_host_memory_fail_youngest_first(
-    make_cluster: MakeCluster, colocated: bool, memory: int
-) -> None:
-    cluster = make_cluster(
-        colocated=colocated,
-        settings=settings(decode_pages=12, preempted_pages=memory, reserve_output_tokens=1),
-    )
-    name = "worker-0" if colocated else "decode-0"
+def crowd(cluster: Cluster, name: str) -> tuple[list[Result], int, int]:
+    """Four requests that want more pages than there are: what came of them, the most pages that
+    were in host memory, and the most times that one's KV was computed again."""
     worker = cluster.workers[name]
     handoffs = [cluster.submit(prompt(8, first=i), max_tokens=24) for i in range(4)]
-    most = 0
+    most = again = 0
     for _ in range(2000):
         cluster.step()
         cluster.clock.advance(ms=1)
         kept = [leg.saved for leg in worker.legs if leg.saved is not None]
         most = max(most, sum(len(data) for data in kept) // worker.engine.layout.page_bytes)
+        again = max([again, *(leg.recomputes for leg in worker.legs)])
         if not len(worker.legs):
             break
     cluster.settle()
+    return [cluster.results[handoff_id] for handoff_id in handoffs], most, again
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+@pytest.mark.parametrize("memory", [0, 4, 100])
+def test_preempted_requests_beyond_host_memory_are_computed_again(
+    make_cluster: MakeCluster, colocated: bool, memory: int
+) -> None:
+    """They end as if nothing had happened; the trace says how much was computed twice."""
+    cluster = make_cluster(
+        colocated=colocated,
+        settings=settings(decode_pages=12, preempted_pages=memory, reserve_output_tokens=1),
+    )
+    name, role = ("worker-0", Role.WORKER) if colocated else ("decode-0", Role.DECODE)
+    results, most, again = crowd(cluster, name)
     assert most <= memory
-    results = [cluster.results[handoff_id] for handoff_id in handoffs]
+    assert {(r.outcome(name), r.reason(name)) for r in results} == {("completed", "completed")}
+    for number, result in enumerate(results):
+        assert result.tokens == cluster.expected(prompt(8, first=number), 24)
+    legs = cluster.marks_by_leg(role).values()
+    names = [[Mark(record.mark).name for record in records] for records in legs]
+    resumed = [r.values for records in legs for r in records if r.mark is Mark.RESUMED]
+    assert resumed
+    for found in names:
+        assert found.count("PREEMPTED") == found.count("RESUMED")
+        assert found[-2:] == ["DECODE_FINISHED", "DECODE_RELEASED"]
+    recomputed = [tokens for _, tokens in resumed if tokens is not None]
+    assert all(isinstance(tokens, int) and tokens >= 8 for tokens in recomputed)
+    assert bool(recomputed) == (again > 0) == (memory < 100)
+    serves(cluster)
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+@pytest.mark.parametrize("limit", [0, 1])
+def test_kv_is_computed_again_a_bounded_number_of_times(
+    make_cluster: MakeCluster, colocated: bool, limit: int
+) -> None:
+    cluster = make_cluster(
+        colocated=colocated,
+        settings=settings(
+            decode_pages=12, preempted_pages=0, reserve_output_tokens=1, max_recomputes=limit
+        ),
+    )
+    name = "worker-0" if colocated else "decode-0"
+    results, _, again = crowd(cluster, name)
+    assert again <= limit
     reasons = [(r.outcome(name), r.reason(name)) for r in results]
     assert reasons[0] == ("completed", "completed"), "the oldest is never preempted"
     assert set(reasons[1:]) <= {("completed", "completed"), ("failed", "host_memory")}
-    assert (("failed", "host_memory") in reasons) == (memory < 100)
+    assert limit or ("failed", "host_memory") in reasons
     for number, result in enumerate(results):
-        expected = cluster.expected(prompt(8, first=number), 24)
-        if result.outcome(name) == "completed":
-            assert result.tokens == expected
-        else:
-            assert result.tokens == expected[: len(result.tokens)]
+        assert result.tokens == cluster.expected(prompt(8, first=number), 24)[: len(result.tokens)]
     serves(cluster)
+
+
+def test_recomputation_shares_the_steps_with_the_batch(make_cluster: MakeCluster) -> None:
+    """A long one is computed in parts of the prompts' budget, and the others go on meanwhile."""
+    cluster = make_cluster(
+        settings=settings(decode_pages=24, preempted_pages=0, reserve_output_tokens=1)
+    )
+    cluster.submit(prompt(8), max_tokens=60)
+    cluster.submit(prompt(28, first=5), max_tokens=24)
+    last = cluster.submit(prompt(30, first=3), max_tokens=40)
+    seen: dict[int, int] = {}  # positions computed again → tokens of the others
+    for _ in range(3000):
+        cluster.step()
+        cluster.clock.advance(ms=1)
+        leg = cluster.decode.legs.get(last)
+        if leg is not None and (leg.state, leg.recomputes) == (DecodeState.RECOMPUTING, 1):
+            others = [other.generation.num_tokens for other in cluster.decode.legs]
+            seen[leg.recomputed] = sum(others) - leg.generation.num_tokens
+    parts = sorted(seen)
+    assert len(parts) >= 3
+    assert max(b - a for a, b in pairwise([0, *parts])) <= 8, "more than the prompts' budget"
+    assert seen[parts[-1]] > seen[parts[0]], "the others stand still"
+    assert cluster.results[last].tokens == cluster.expected(prompt(30, first=3), 40)
 
 
 # -- a worker that stops --------------------------------------------------------------------------

@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -80,18 +76,12 @@ class ControlPlane(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self._directory = Path(tempfile.mkdtemp(prefix="pdtrace-model-"))
-        self._patch = pytest.MonkeyPatch()
         self._kills = 0
 
     @initialize(shape=st.sampled_from(sorted(SHAPES)), wishes=WISHES)
     def begin(self, shape: str, wishes: list[Wish]) -> None:
-        self.server = WholeServer(self._directory, SHAPES[shape], self._patch_time)
+        self.server = WholeServer(self._directory, SHAPES[shape])
         self._ask(wishes)
-
-    def _patch_time(self, fake: Any) -> None:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("server.gateway") and getattr(module, "time", None) is time:
-                self._patch.setattr(module, "time", fake)
 
     # -- clients ------------------------------------------------------------------------------
 
@@ -206,7 +196,6 @@ class ControlPlane(RuleBasedStateMachine):
         finally:
             if hasattr(self, "server"):
                 self.server.close()
-            self._patch.undo()
             shutil.rmtree(self._directory)
 
     def _must_recover(self) -> None:

@@ -119,7 +119,7 @@ def test_the_gateway_answers_with_what_the_beat_said_and_its_own_times() -> None
         progress_age_s=0.0,
         busy=False,
     )
-    answer = acknowledge(beat, 11, GATEWAY, "host-a/boot-1")
+    answer = acknowledge(beat, 11, GATEWAY, "host-a/boot-1", 12)
     assert (answer.incarnation, answer.seq, answer.sent_ns) == ("abc", 7, 5)
     assert (answer.gateway, answer.clock_id) == (GATEWAY, "host-a/boot-1")
     assert answer.received_ns == 11 < answer.answered_ns
