@@ -30,7 +30,7 @@ from tests.soak.mischief import (
     TakePages,
     Terminate,
 )
-from tests.support.aftermath import processes_of
+from tests.support.present import processes_of
 
 ANSWER_S = 1.0
 
