@@ -47,8 +47,8 @@ def test_marks_name_known_cases() -> None:
 
 SERVER = "RunningServer"
 """Who is given one has it looked at by `tests/integration/conftest.py`."""
-LOOKS = frozenset({"assert_recovered", "check_recovered", "gateway_under_test"})
-"""What looks at the servers that a test has started itself."""
+LOOKS = frozenset({"assert_recovered", "assert_recorded", "check_recovered", "gateway_under_test"})
+"""What looks at servers that a test has started itself, or at what is left of them."""
 ALONE = frozenset({"test_worker_whose_gateway_was_never_there_stops_and_says_so"})
 """Tests of one process that ends: nothing is left that could be asked."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
