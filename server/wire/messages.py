@@ -11,7 +11,10 @@ WIRE_VERSION history
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from pdtrace.recorder import RequestContext
 from server.engine.base import ModelInfo, SamplingParams
@@ -25,6 +28,9 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 HANDOFF_PROTOCOL = 1
 """What prefill and decode expect of each other in a handoff: compared by the handshake, so that
 workers of two builds that speak the same wire version can still refuse each other."""
+
+
+StopString = Annotated[str, Meta(min_length=1)]
 
 
 class WireError(Exception):
@@ -132,7 +138,7 @@ class DecodeRequest(Message, frozen=True, kw_only=True):
     prompt_digest: str
     max_tokens: int
     sampling: SamplingParams
-    stop: tuple[str, ...]
+    stop: tuple[StopString, ...]
     ignore_eos: bool
     early: bool
     prefill: Peer
@@ -166,7 +172,7 @@ class ColocatedRequest(Message, frozen=True, kw_only=True):
     prompt_ids: tuple[int, ...]
     max_tokens: int
     sampling: SamplingParams
-    stop: tuple[str, ...]
+    stop: tuple[StopString, ...]
     ignore_eos: bool
     gateway: Peer
     faults: dict[str, int] = {}

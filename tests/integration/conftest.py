@@ -1,11 +1,15 @@
-"""Servers that several tests share, one per kind, each started once and stopped at the end."""
+"""Servers that several tests share, one per kind, each started once and stopped at the end; and a
+look at what a test of a case has left of its server."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from tests.support.aftermath import assert_recovered
+from tests.support.cases import OF_SERVING
 from tests.support.server import RunningServer, running_server
 
 FAST_FAKE = "fake:step_ms=2,token_us=20"
@@ -26,3 +30,15 @@ def edge_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
     run_dir = tmp_path_factory.mktemp("edge") / "run"
     with running_server(run_dir, "--api-key", EDGE_KEY, model="fake") as server:
         yield server
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
+    """A test of a case ends with a look at the servers that it was given: are they as before?"""
+    begun_ns = time.time_ns()
+    yield
+    if OF_SERVING.isdisjoint(case for mark in item.iter_markers("case") for case in mark.args):
+        return
+    for value in item.funcargs.values():
+        if isinstance(value, RunningServer):
+            assert_recovered(value, since_ns=begun_ns)

@@ -22,12 +22,17 @@ from typing import Any
 import httpx
 import pytest
 
+from pdtrace import semconv as a
+from pdtrace.analysis.sources import read_source
 from pdtrace.analysis.timeline import Timeline
 from pdtrace.analysis.verdict import judge_all
+from pdtrace.spans import Span, StatusCode
 from pdtrace.stages import Outcome
 from server.engine.fake import expected_tokens
+from tests.support.aftermath import assert_recorded, assert_recovered
 from tests.support.completions import Answer, Ask, ask, ask_all
 from tests.support.own_server import OwnServer, own_server
+from tests.support.recorded import is_root
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(240)]
 
@@ -63,6 +68,7 @@ class Story:
     beside: list[Answer] = field(default_factory=list[Answer])
     after: list[Answer] = field(default_factory=list[Answer])
     timelines: dict[str, Timeline] = field(default_factory=dict[str, Timeline])
+    roots: dict[str, Span] = field(default_factory=dict[str, Span])
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +95,15 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         told.after = [
             ask(server, Ask(prompt=prompt_of(i), request_id=f"after-{i}")) for i in (1, 2)
         ]
+        assert_recovered(server, recording=False)  # which is not written yet
         told.timelines = {t.request_id or "": t for t in server.timelines()}
+    assert_recorded(run_dir)
+    told.roots = {
+        str(span.attributes[a.REQUEST_ID.key]): span
+        for trace in read_source(run_dir).traces
+        for span in trace.spans
+        if is_root(span)
+    }
     yield told
 
 
@@ -201,6 +215,12 @@ def test_requests_that_come_before_the_workers_are_all_served(story: Story) -> N
     assert [response.status_code for response in story.burst] == [200] * BURST
     texts = [response.json()["choices"][0]["text"] for response in story.burst]
     assert texts == [text_of(i, 4) for i in range(BURST)]
+    waited = [story.timelines[f"burst-{i}"] for i in range(BURST)]
+    assert {timeline.outcome for timeline in waited} == {Outcome.COMPLETED}
+    assert {timeline.attempts for timeline in waited} == {1}
+    for timeline in waited:  # they waited where they were, and for nothing else
+        longest = max(timeline.parts, key=lambda part: part.ns)
+        assert longest.name in {"gateway.queue", "gateway.route"}, timeline.request_id
 
 
 @pytest.mark.case("SCH-04")
@@ -212,9 +232,6 @@ def test_many_small_requests_show_what_the_gateway_took(story: Story) -> None:
         assert timeline.total_ns / 1e9 <= story.small_s[name], name
         for stage in ("gateway.ingest", "gateway.queue", "gateway.route", "gateway.dispatch"):
             assert timeline.visits_of(stage), name
-    # What the callers measured is what the stages add up to, and their own part.
-    recorded_s = sum(timeline.total_ns for timeline in small.values()) / 1e9
-    assert recorded_s > 0.5 * sum(story.small_s.values())
     # Four places for 64 requests: the gateway's queue is where the last of them spent most.
     slowest = max(small.values(), key=lambda timeline: timeline.total_ns)
     usual = [t for name, t in story.timelines.items() if name.startswith("usual-")]
@@ -263,6 +280,7 @@ def test_stream_that_had_begun_ends_with_one_error_and_the_other_is_untouched(
     assert (failed.outcome, failed.outcome_reason) == (Outcome.FAILED, "worker_lost")
     assert failed.outcome_stage == "decode.generate"
     assert failed.attempts == 1
+    assert story.roots[f"stream-{1 - number}"].status is StatusCode.ERROR
     assert story.timelines[f"stream-{number}"].outcome is Outcome.COMPLETED
 
 

@@ -8,11 +8,20 @@ from typing import Any
 
 import pytest
 
+from pdtrace import semconv as a
+from pdtrace.analysis.timeline import build_timelines
+from pdtrace.spans import Trace
+from pdtrace.stages import Gauge, Outcome
 from server.engine.fake import expected_tokens
+from tests.support.aftermath import gauges_of
 from tests.support.completions import Ask, ask, ask_all
+from tests.support.recorded import spans_of
 from tests.support.server import RunningServer
 
 pytestmark = pytest.mark.server
+
+BUDGET = 256
+"""Prompt tokens of a step, as the server has it unless told otherwise."""
 
 
 def fake_text(prompt: list[int], count: int) -> str:
@@ -23,6 +32,7 @@ def prompt_of(length: int, salt: int = 0) -> list[int]:
     return [32 + (salt * 31 + i * 7) % 95 for i in range(length)]
 
 
+@pytest.mark.case("XFER-02")
 def test_output_is_what_intact_kv_pages_give(fake_pd_server: RunningServer) -> None:
     # Lengths around page (16) and budget (256) edges, so that copies have odd ends.
     prompts = [prompt_of(n, n) for n in (1, 15, 16, 17, 255, 256, 257, 600)]
@@ -112,13 +122,26 @@ def test_bad_stream_is_refused_before_it_begins_and_the_response_ends(
     prompt = (
         {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
     )
+    name = f"bad {path} {field}"
     with fake_pd_server.client(timeout_s=30) as client:
         response = client.post(
-            path, json={"model": fake_pd_server.model, "stream": True, **prompt, **field}
+            path,
+            json={"model": fake_pd_server.model, "stream": True, **prompt, **field},
+            headers={"X-Request-Id": name},
         )
     assert response.status_code == 400
     assert response.headers["content-type"] == "application/json"
     assert response.json()["error"]["param"] == next(iter(field))
+    check_rejected(fake_pd_server, name, "invalid_request")
+
+
+def check_rejected(server: RunningServer, request_id: str, reason: str) -> None:
+    """Its trace is a root that says why, and nothing of workers: none had heard of it."""
+    root, *others = spans_of(server, request_id)
+    assert root.attributes[a.OUTCOME.key] == Outcome.REJECTED
+    assert root.attributes[a.OUTCOME_REASON.key] == reason
+    assert root.attributes["http.response.status_code"] == 400
+    assert {span.name for span in others} <= {"gateway.ingest"}
 
 
 @pytest.mark.case("API-04")
@@ -141,6 +164,8 @@ def test_stream_is_whole_events_however_it_is_cut(fake_pd_server: RunningServer)
     assert all(event.startswith("data: ") and "\n" not in event for event in events[:-1])
     pieces = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
     assert "".join(p["choices"][0]["text"] for p in pieces) == fake_text(prompt_of(40, 4), 9)
+    root, *_ = spans_of(fake_pd_server, response.headers["x-request-id"])
+    assert root.attributes[a.OUTCOME.key] == Outcome.COMPLETED
 
 
 @pytest.mark.case("API-08")
@@ -149,36 +174,65 @@ def test_prompt_beyond_the_context_is_named_as_such_and_an_exact_fit_is_defined(
 ) -> None:
     with fake_pd_server.client() as client:
         context = client.get("/v1/models").json()["data"][0]["context_length"]
-        refused = [
-            client.post("/v1/completions", json={"model": fake_pd_server.model, "prompt": [65] * n})
-            for n in (context + 1, context)  # no room for a token of output
-        ]
-    for response in refused:
+        refused = {
+            name: client.post(
+                "/v1/completions",
+                json={"model": fake_pd_server.model, "prompt": [65] * length},
+                headers={"X-Request-Id": name},
+            )
+            for name, length in (("beyond", context + 1), ("no-room-for-output", context))
+        }
+    for name, response in refused.items():
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "context_length_exceeded"
         assert "-" not in response.json()["error"]["message"]
-    fits = ask(fake_pd_server, Ask(prompt=[65] * (context - 1), max_tokens=1))
-    assert (fits.status, fits.finish_reason) == (200, "length")
+        check_rejected(fake_pd_server, name, "context_length_exceeded")
+    prompt = [65] * (context - 1)
+    fits = ask(fake_pd_server, Ask(prompt=prompt, max_tokens=1, request_id="just-fits"))
+    assert (fits.status, fits.finish_reason, fits.text) == (200, "length", fake_text(prompt, 1))
+    root, *others = spans_of(fake_pd_server, "just-fits")
+    assert root.attributes[a.OUTCOME.key] == Outcome.COMPLETED
+    assert "prefill.compute" in {span.name for span in others}
 
 
 @pytest.mark.case("API-13")
 @pytest.mark.parametrize("stream", [True, False])
 def test_one_token_is_an_answer(fake_pd_server: RunningServer, stream: bool) -> None:
-    answer = ask(fake_pd_server, Ask(prompt=prompt_of(30, 6), max_tokens=1, stream=stream))
+    name, steps = f"one-token-{stream}", decode_steps(fake_pd_server)
+    answer = ask(
+        fake_pd_server,
+        Ask(prompt=prompt_of(30, 6), max_tokens=1, stream=stream, request_id=name),
+    )
     assert answer.text == fake_text(prompt_of(30, 6), 1)
     assert answer.finish_reason == "length"
     assert answer.usage is not None
     assert answer.usage["completion_tokens"] == 1
+    spans = spans_of(fake_pd_server, name)
+    assert decode_steps(fake_pd_server) == steps, "the boundary token was prefill's"
+    (timeline,) = build_timelines([Trace(trace_id=spans[0].trace_id, spans=spans)])
+    assert (timeline.outcome, timeline.violations) == (Outcome.COMPLETED, ())
+    assert timeline.unexplained_ns == 0
+
+
+def decode_steps(server: RunningServer) -> int:
+    """Forward passes of decode so far."""
+    return gauges_of(server)["decode-0"][Gauge.STEPS]
 
 
 @pytest.mark.case("API-14")
-@pytest.mark.parametrize("length", [255, 256, 257, 2560])
+@pytest.mark.parametrize("length", [BUDGET - 1, BUDGET, BUDGET + 1, 10 * BUDGET])
 def test_prompt_about_the_budget_of_a_step_is_served_in_chunks(
     fake_pd_server: RunningServer, length: int
 ) -> None:
-    answer = ask(fake_pd_server, Ask(prompt=prompt_of(length, 7), max_tokens=3))
-    assert answer.text == fake_text(prompt_of(length, 7), 3)
-    assert ask(fake_pd_server, Ask()).status == 200
+    name, pids = f"budget-{length}", fake_pd_server.pids
+    prompt = prompt_of(length, salt=length)  # of which nothing is cached
+    answer = ask(fake_pd_server, Ask(prompt=prompt, max_tokens=3, request_id=name))
+    assert answer.text == fake_text(prompt, 3)
+    assert fake_pd_server.pids == pids
+    spans = spans_of(fake_pd_server, name)
+    assert spans[0].attributes[a.OUTCOME.key] == Outcome.COMPLETED
+    chunks = [span for span in spans if span.name == "prefill.chunk"]
+    assert len(chunks) == -(-length // BUDGET)
 
 
 def test_server_is_healthy_after_bad_input(fake_pd_server: RunningServer) -> None:

@@ -31,6 +31,7 @@ from server.wire.endpoints import MAX_PATH_BYTES, EndpointDirectory
 from server.wire.messages import InjectFaults
 from server.wire.sockets import Outbox
 from tests.integration.conftest import FAST_FAKE
+from tests.support.aftermath import EXPLAINED, NAMED, assert_recorded, assert_recovered
 from tests.support.completions import Answer, Ask, ask, ask_all
 from tests.support.own_server import OwnServer, own_server
 from tests.support.recorded import in_flight, is_root, spans_of, wait_for
@@ -326,6 +327,11 @@ def test_two_interrupts_stop_a_busy_server_and_leave_no_process(tmp_path: Path) 
                 answer.result()  # whatever it is: nobody hangs
         assert not [pid for pid in pids if is_running(pid)]
         assert "Traceback" not in server.stderr
+        # The second one leaves a gateway no time to tell the end of what it had.
+        assert_recorded(server.run_dir, allowed={*EXPLAINED, NAMED})
+        for each in asked:
+            root, *_ = spans_of(server, str(each.request_id))
+            assert root.attributes[a.OUTCOME.key] in {Outcome.FAILED, Outcome.LOST}
 
 
 @pytest.mark.case("FAIL-08")
@@ -349,6 +355,17 @@ def test_worker_whose_loop_alone_hangs_is_reported_though_it_beats(tmp_path: Pat
         assert server.status("/ready") == 200, "the other pair serves"
         server.wait_ready()
         assert [each.result() for each in streams] == ["[DONE]", "[DONE]"], "it went on with it"
+        assert_recovered(server, recording=False)  # which is not written yet
+        timelines = server.timelines()
+    assert_recorded(run_dir)
+    assert [timeline.outcome for timeline in timelines] == [Outcome.COMPLETED] * 3
+    gaps = [
+        visit
+        for timeline in timelines
+        for visit in timeline.visits_of("decode.gap")
+        if visit.duration_ns > 4.5e9
+    ]
+    assert len(gaps) == 1, "one stream stood still, and the trace says so"
 
 
 def stream(server: OwnServer, begun: threading.Event) -> str:
@@ -396,7 +413,7 @@ def test_server_that_was_killed_starts_again_in_the_same_directory(tmp_path: Pat
     assert place.read_text() == "mine"
     place.unlink()
     with running_server(tmp_path / "run", "--fresh") as server:
-        assert ask(server, PROBE).status == 200
+        assert_recovered(server)
 
 
 @pytest.mark.case("FAIL-15")

@@ -21,6 +21,7 @@ from server.engine.fake import expected_tokens
 from server.injection.fault import Drop, Fault, Place, Raise
 from server.kv.transfer.secret import NAME
 from server.kv.transfer.tcp_frames import parse_address
+from tests.support.aftermath import assert_recovered
 from tests.support.completions import Answer, Ask, ask
 from tests.support.injection import inject, wait_injected
 from tests.support.server import RunningServer, running_server
@@ -77,6 +78,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
                 knock(server)
             except ConnectionResetError:
                 pass  # it was not read to its end
+        assert_recovered(server)
         while_it_stopped, last_exit = stop_receiver(server)
         logs = {f"transfer-{host}": server.log(f"transfer-{host}") for host in range(2)}
     spans: dict[str, list[Span]] = {}

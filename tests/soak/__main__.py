@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from server.config import COLOCATED, PD
 from tests.soak.run import Scenario, run_soak
 from tests.soak.serve import soak_settings
 from tests.soak.traffic import Habits
@@ -28,6 +29,7 @@ def main() -> int:
     parser.add_argument("--steady", action="store_true", help="no faults, and no client leaves")
     parser.add_argument("--rate", type=float, default=Habits().rate, help="requests a second (12)")
     parser.add_argument("--seed", type=int, help="of a soak to be repeated; default: a new one")
+    parser.add_argument("--mode", choices=(PD, COLOCATED), default=PD)
     parser.add_argument("--transfer", choices=("shm", "tcp"), default="shm")
     parser.add_argument("--first-token", choices=("decode", "prefill"), default="decode")
     parser.add_argument("--run-dir", type=Path, help="kept; default: a folder removed if all is ok")
@@ -40,7 +42,10 @@ def main() -> int:
     seed: int = random.SystemRandom().randrange(1 << 32) if chosen.seed is None else chosen.seed
     scenario = Scenario(
         settings=soak_settings(
-            run_dir.absolute(), transfer=chosen.transfer, first_token=chosen.first_token
+            run_dir.absolute(),
+            mode=chosen.mode,
+            transfer=chosen.transfer,
+            first_token=chosen.first_token,
         ),
         seconds=chosen.seconds,
         seed=seed,

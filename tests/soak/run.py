@@ -23,6 +23,7 @@ import msgspec
 
 from pdtrace import semconv as a
 from pdtrace.analysis.sources import read_source
+from pdtrace.spans import Trace
 from pdtrace.stages import ROOT_SPAN
 from server.config import Settings
 from tests.soak.answers import End, Ended
@@ -40,6 +41,8 @@ STOP_S = 120.0
 MARGIN_S = 30.0
 """How much longer than its last deadline a request, or a page, may take on a busy machine."""
 PROGRESS_S = 5.0
+OF_CLOCKS = frozenset({"clock", "marks", "durations", "order", "bounds", "unexplained"})
+"""Rules of `pdtrace check` that compare times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +103,7 @@ def run_soak(scenario: Scenario, say: Callable[[str], None]) -> Report:
             happened=[_with_recovery(at_s, each, ended) for at_s, each in made],
             gateway_ends_s=culprit.gateway_ends_s,
             not_idle=not_idle,
-            pages_leaked=aftermath.pages_leaked(run_dir),
+            pages_leaked=aftermath.pages_leaked(server),
             damage=aftermath.damage(server),
             ignored=aftermath.ignored(server),
             wrong_afterwards=_ask_again(server, asked, texts),
@@ -114,10 +117,7 @@ def run_soak(scenario: Scenario, say: Callable[[str], None]) -> Report:
     ends = _traced(run_dir)
     report.traced = frozenset(ends)
     report.without_end = [request_id for request_id, outcome in ends.items() if not outcome]
-    report.unexplained = aftermath.unexplained(
-        aftermath.check_report(run_dir),
-        allowed=aftermath.EXPLAINED | {aftermath.NAMED},
-    )
+    report.unexplained = _unexplained(run_dir, culprit.wrong_clocks)
     return report
 
 
@@ -223,6 +223,27 @@ def _traced(run_dir: Path) -> dict[str, str]:
         for span in trace.spans
         if span.attributes.get(a.SPAN.key) == ROOT_SPAN
     }
+
+
+def _unexplained(run_dir: Path, wrong_clocks: set[int]) -> list[str]:
+    """Rules that the recording breaks without a cause in it. Of requests that met a process whose
+    clock was set no order of times is expected."""
+
+    def met_a_wrong_clock(trace: Trace) -> bool:
+        pids = {span.resource.attributes.get("process.pid") for span in trace.spans}
+        return not pids.isdisjoint(wrong_clocks)
+
+    allowed = {*aftermath.EXPLAINED, aftermath.NAMED}
+    found = aftermath.unexplained(
+        aftermath.check_report(run_dir, lambda trace: not met_a_wrong_clock(trace)),
+        allowed=allowed,
+    )
+    if wrong_clocks:
+        found += aftermath.unexplained(
+            aftermath.check_report(run_dir, met_a_wrong_clock),
+            allowed={*allowed, *OF_CLOCKS, "requests"},  # perhaps none has met it
+        )
+    return found
 
 
 # -- processes ------------------------------------------------------------------------------------

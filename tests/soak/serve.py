@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from server.config import Deadlines, Settings
+from server.config import PD, Deadlines, Settings
 from server.launch import Launcher, run_server
 
 START_S = 150.0
@@ -23,6 +24,7 @@ DEADLINES = Deadlines(
     prefill_queue_s=12.0,
     prefill_compute_s=15.0,
     transfer_s=5.0,
+    copy_s=4.0,
     await_kv_s=36.0,
     decode_queue_s=12.0,
     preempted_s=12.0,
@@ -32,17 +34,20 @@ DEADLINES = Deadlines(
 )
 
 
-def soak_settings(run_dir: Path, *, transfer: str = "shm", first_token: str = "decode") -> Settings:
-    """Two pairs that have to share what they have: pages, places and processors are scarce."""
+def soak_settings(
+    run_dir: Path, *, mode: str = PD, transfer: str = "shm", first_token: str = "decode"
+) -> Settings:
+    """Two pairs, or two colocated workers, that have to share what they have: pages, places and
+    processors are scarce."""
+    own: dict[str, Any] = {"workers": 2}
+    if mode == PD:
+        own = {"prefill": 2, "decode": 2, "prefill_pages": 160}
+        own |= {"transfer": transfer, "first_token": first_token}
     return Settings(
         run_dir=str(run_dir),
         port=0,
+        mode=mode,
         model="fake:step_ms=2,token_us=20",
-        prefill=2,
-        decode=2,
-        transfer=transfer,
-        first_token=first_token,
-        prefill_pages=160,
         decode_pages=120,
         prefill_budget=128,
         reserve_output_tokens=8,
@@ -55,6 +60,7 @@ def soak_settings(run_dir: Path, *, transfer: str = "shm", first_token: str = "d
         stalled_after_s=5.0,
         allow_faults=True,
         deadlines=DEADLINES,
+        **own,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.aftermath import processes_of
+from tests.support.present import processes_of
 
 LAUNCHER = "launcher"
 

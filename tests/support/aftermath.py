@@ -7,25 +7,26 @@ happened before.
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
 
-from pdtrace.errors import PdtraceError
+from pdtrace.analysis.sources import read_source
+from pdtrace.check import check_recording
+from pdtrace.errors import PdtraceError, SourceError
+from pdtrace.live.health import read_health
 from pdtrace.ring.reader import RingReader
+from pdtrace.spans import Trace
 from pdtrace.stages import Gauge, Role
 from server.engine.fake import expected_tokens
 from server.fake_tokenizer import FakeTokenizer
 from tests.support.completions import Ask, Served, ask
-from tests.support.server import ROOT
+from tests.support.present import Process
 
 WAIT_S = 60.0
 EXPLAINED = frozenset({"lost", "processes"})
@@ -39,39 +40,25 @@ _WORKERS = frozenset({Role.PREFILL, Role.DECODE, Role.WORKER})
 
 
 class Recording(Served, Protocol):
-    """A server that can be asked and looked into; `RunningServer`."""
+    """A server that can be asked and looked into; `RunningServer`, `OwnServer`."""
 
     @property
     def run_dir(self) -> Path: ...
 
-    @property
-    def state(self) -> Mapping[str, Any]: ...
+    def present(self) -> Sequence[Process]:
+        """The present process of each instance."""
+        ...
+
+    def agent_url(self) -> str | None:
+        """Where the agent answers; None without one."""
+        ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
-    """One present process of a server, as `server.json` has it."""
-
-    instance: str
-    role: str
-    pid: int
-    state: str
-
-
-def processes_of(run_dir: Path) -> list[Process]:
-    """The present process of each instance."""
-    state = json.loads((run_dir / "server.json").read_text())
-    return [
-        Process(instance=p["instance"], role=p["role"], pid=int(p["pid"]), state=p["state"])
-        for p in state["processes"]
-    ]
-
-
-def gauges_of(run_dir: Path) -> dict[str, Mapping[Gauge, int]]:
+def gauges_of(server: Recording) -> dict[str, Mapping[Gauge, int]]:
     """Gauges in the rings of the present processes, by instance."""
-    pids = {process.instance: process.pid for process in processes_of(run_dir)}
+    pids = {process.instance: process.pid for process in server.present()}
     found: dict[str, Mapping[Gauge, int]] = {}
-    for path in (run_dir / "rings").glob("*.ring"):
+    for path in (server.run_dir / "rings").glob("*.ring"):
         try:
             with RingReader(path) as reader:
                 if pids.get(reader.identity.instance) == reader.identity.pid:
@@ -88,11 +75,11 @@ def expected_text(ask: Ask) -> str:
     return tokenizer.decode(expected_tokens(prompt, ask.max_tokens))
 
 
-def pages_leaked(run_dir: Path) -> dict[str, int]:
+def pages_leaked(server: Recording) -> dict[str, int]:
     """Pages that are neither free nor cached, by instance. Means a leak once nothing is in
     flight."""
     leaked: dict[str, int] = {}
-    for instance, gauges in gauges_of(run_dir).items():
+    for instance, gauges in gauges_of(server).items():
         total = gauges.get(Gauge.KV_PAGES_TOTAL, 0)
         rest = total - gauges.get(Gauge.KV_PAGES_FREE, 0) - gauges.get(Gauge.KV_PAGES_CACHED, 0)
         if rest:
@@ -103,9 +90,9 @@ def pages_leaked(run_dir: Path) -> dict[str, int]:
 def what_is_not_idle(server: Recording) -> list[str]:
     """Every sign that something is still in flight or held; empty for a server at rest."""
     found: list[str] = []
-    processes = processes_of(server.run_dir)
+    processes = server.present()
     found += [f"{p.instance} is {p.state}" for p in processes if p.state != "ready"]
-    gauges = gauges_of(server.run_dir)
+    gauges = gauges_of(server)
     for process in processes:
         if process.role == "agent":
             continue
@@ -120,7 +107,7 @@ def what_is_not_idle(server: Recording) -> list[str]:
         ]
         if process.role in _WORKERS and not values.get(Gauge.KV_PAGES_TOTAL, 0):
             found.append(f"{process.instance} has not told of its pool yet")
-    leaked = pages_leaked(server.run_dir)
+    leaked = pages_leaked(server)
     found += [f"{name}: {pages} pages neither free nor cached" for name, pages in leaked.items()]
     for name in ("pd_requests_in_flight", "pd_gateway_queue_depth"):
         if value := sum(_series(server, name).values()):
@@ -130,7 +117,7 @@ def what_is_not_idle(server: Recording) -> list[str]:
 
 def ids_in_flight(server: Recording) -> list[str]:
     """Requests that the agent knows and that have not ended."""
-    url = server.state["agent_url"]
+    url = server.agent_url()
     if url is None:
         return []
     try:
@@ -145,7 +132,7 @@ def damage(server: Recording) -> list[str]:
     """What the processes, past ones included, said of pools that are not whole."""
     found = [
         f"{path.name}: {line}"
-        for path in sorted((server.run_dir / "logs").glob("*.log"))
+        for path in sorted(server.run_dir.rglob("*.log"))
         for line in path.read_text(errors="replace").splitlines()
         if re.search(r"not whole|not closed properly|IntegrityError", line)
     ]
@@ -175,22 +162,24 @@ def _series(server: Recording, name: str) -> dict[str, float]:
     }
 
 
-def check_report(run_dir: Path, *, timeout_s: float = 300.0) -> dict[str, Any]:
-    """What `pdtrace check --json` says of the recording so far."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pdtrace", "check", "--json", "--from", str(run_dir)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
+def check_report(
+    run_dir: Path, of: Callable[[Trace], bool] = lambda _: True, *, since_ns: int = 0
+) -> dict[str, Any]:
+    """What `pdtrace check` says of the recording so far, as far as it is of some traces.
+
+    of         which
+    since_ns   of those that began at this wall time or later
+    """
+    recording = read_source(run_dir)
+    traces = tuple(
+        trace
+        for trace in recording.traces
+        if min(span.start_ns for span in trace.spans) >= since_ns and of(trace)
     )
-    assert done.returncode in {0, 1}, f"pdtrace check: {done.stderr}"
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report
+    return check_recording(replace(recording, traces=traces), [read_health(run_dir)]).document()
 
 
-def unexplained(report: Mapping[str, Any], *, allowed: frozenset[str] = EXPLAINED) -> list[str]:
+def unexplained(report: Mapping[str, Any], *, allowed: Collection[str] = EXPLAINED) -> list[str]:
     """What is wrong with a recording and has no cause named in it."""
     return [
         f"{rule['name']} ({rule['broken']} of {rule['checked']}): {'; '.join(rule['examples'])}"
@@ -212,16 +201,15 @@ def assert_recovered(
     *,
     probe: Ask = PROBE,
     expected: str | None = None,
-    allowed: Sequence[str] = tuple(EXPLAINED),
-    traces: bool = True,
+    recording: bool = True,
+    since_ns: int = 0,
     timeout_s: float = WAIT_S,
 ) -> None:
     """The server is as if nothing had happened. Raises AssertionError with what is not so.
 
-    probe      a request that must be served
-    expected   its text; None asks the fake model
-    allowed    rules of `pdtrace check` that the recording may break
-    traces     whether the recording is looked at; costs seconds where it is long
+    probe       a request that must be served
+    expected    its text; None asks the fake model
+    recording   whether `assert_recorded` looks at what was recorded `since_ns`
     """
     wait_idle(server, timeout_s=timeout_s)
     answer = ask(server, probe)
@@ -229,15 +217,29 @@ def assert_recovered(
     assert answer.text == (expected_text(probe) if expected is None else expected)
     wait_idle(server, timeout_s=timeout_s)
     assert damage(server) == []
-    if traces:
-        assert _problems(server, frozenset(allowed), timeout_s) == []
+    if recording:
+        assert_recorded(server.run_dir, since_ns=since_ns, timeout_s=timeout_s)
 
 
-def _problems(server: Recording, allowed: frozenset[str], timeout_s: float) -> list[str]:
-    """What the recording lacks, once the agent has had time to write it."""
+def assert_recorded(
+    run_dir: Path,
+    *,
+    since_ns: int = 0,
+    allowed: Collection[str] = EXPLAINED,
+    timeout_s: float = WAIT_S,
+) -> None:
+    """What was recorded since then keeps the rules of `pdtrace check`: nothing is lacking without
+    a cause, nothing was invented. The agent is given time to write it.
+
+    allowed   rules that it may break
+    """
     deadline = time.monotonic() + timeout_s
     while True:
-        problems = unexplained(check_report(server.run_dir), allowed=allowed)
-        if not problems or time.monotonic() > deadline:
-            return problems
-        time.sleep(1.0)
+        try:
+            problems = unexplained(check_report(run_dir, since_ns=since_ns), allowed=allowed)
+        except SourceError as error:  # nothing is there yet
+            problems = [str(error)]
+        if not problems:
+            return
+        assert time.monotonic() < deadline, problems
+        time.sleep(0.5)

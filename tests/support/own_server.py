@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from server.config import ProcessConfig, Settings
 from server.listening import free_loopback_port
 from server.plan import agent_config, plan_processes, successor
 from server.wire.endpoints import EndpointDirectory
+from tests.support.present import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60.0
@@ -62,6 +63,22 @@ class OwnServer:
     def workers(self) -> list[str]:
         """Every instance but the gateway."""
         return [instance for instance in self._plan if instance != "gateway-0"]
+
+    def present(self) -> Sequence[Process]:
+        """Those that run."""
+        return [
+            Process(
+                instance=instance,
+                role=self._plan[instance].role,
+                pid=child.pid,
+                state="ready" if child.poll() is None else "ended",
+            )
+            for instance, child in self._children.items()
+            if instance in self._plan
+        ]
+
+    def agent_url(self) -> None:
+        """None: no agent runs beside it."""
 
     def client(self, *, timeout_s: float = 60.0) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=timeout_s, trust_env=False)

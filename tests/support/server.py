@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.support.present import Process, processes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 150.0
@@ -51,6 +53,13 @@ class RunningServer:
     def pids(self) -> list[int]:
         """Of the present processes, without the launcher."""
         return [int(p["pid"]) for p in self._processes()]
+
+    def present(self) -> Sequence[Process]:
+        """The present process of each instance."""
+        return processes_of(self.run_dir)
+
+    def agent_url(self) -> str | None:
+        return self.state["agent_url"]
 
     def send_signal(self, instance: str, number: int) -> int:
         """Send a signal to an instance's process; its pid."""

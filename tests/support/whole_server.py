@@ -512,7 +512,9 @@ class WholeServer:
 
     def _hand(self, receiver: str, message: AnyMessage) -> None:
         if receiver != GATEWAY:
-            process = self.processes[receiver]
+            process = self.processes.get(receiver)
+            if process is None:  # an address that a foreign message gave
+                return
             process.inbox.waiting.append(Received(message, self.clock.monotonic_ns()))
             return
         gateway = self.gateway
