@@ -288,6 +288,7 @@ def _print_why(selection: Selection, pairs: Sequence[tuple[Timeline, Verdict]]) 
             ascii_only=ascii_only,
             notes=notes,
             standing=selection.standing.get(timeline.root_id or "", ()),
+            last_signs=selection.last_signs,
         )
         console.print(view)
     requests = len(selection.peers)
