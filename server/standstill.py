@@ -12,7 +12,7 @@ from server.pauses import FLOOR_NS
 Pause = tuple[int, int]
 """Begin and end, CLOCK_MONOTONIC nanoseconds."""
 
-WAKING_NS = 100_000_000
+WAKING_NS = 30_000_000
 """Messages that lay in a socket while the process stood still come within this time."""
 
 

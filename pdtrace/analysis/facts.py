@@ -113,16 +113,18 @@ def waits_told(item: Placed) -> tuple[Wait, ...]:
     )
     waits: list[Wait] = []
     for position, event in enumerate(events):
-        begin = event.time_ns + shift
+        begin = max(event.time_ns + shift, item.begin)
         end = min(item.end, item.limit)  # what lasted beyond its request held nobody up
         if position + 1 < len(events):
             end = min(end, events[position + 1].time_ns + shift)
         if text(event.attributes, a.WAIT_REASON) == WaitReason.PROCESS_PAUSED:
-            stood_ms = integer(event.attributes, a.WAIT_NEEDED)
-            end = end if stood_ms is None else min(end, begin + stood_ms * NS_PER_MS)
-        held = max(0, end - max(begin, item.begin))
+            stood_ms = integer(event.attributes, a.WAIT_NEEDED) or 0
+            end = min(end, event.time_ns + shift + stood_ms * NS_PER_MS)
+            if end <= begin:
+                continue  # the process went on before this stage began
+        held = max(0, end - begin)
         waits.append(_wait(item, event.attributes, at_ns=begin, for_ns=held))
-    told = {wait.reason for wait in waits}
+    told = {text(event.attributes, a.WAIT_REASON) for event in events}
     return (*waits, *(wait for wait in _own_wait(item) if wait.reason not in told))
 
 

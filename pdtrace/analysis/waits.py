@@ -69,7 +69,7 @@ def _describe_gap(wait: Wait) -> str:
         clause += f", with {wait.batch} request{'' if wait.batch == 1 else 's'} in the batch"
     if wait.blockers:
         clause += f": {listed(wait.blockers)}"
-    if wait.step is not None:
+    if wait.step is not None and wait.reason != GapCause.PROCESS_PAUSED:
         clause += f" (step {wait.step})"
     if wait.explained_ns is not None and wait.for_ns:
         share = min(1.0, wait.explained_ns / wait.for_ns)
@@ -139,7 +139,7 @@ def _preempted(wait: Wait) -> str:
     )
 
 
-_STOOD_STILL = "its process stood still{} (stopped, frozen, or without a processor)"
+_STOOD_STILL = "its process stood still{}: it was stopped, frozen or had no processor"
 
 
 def _process_paused(wait: Wait) -> str:
