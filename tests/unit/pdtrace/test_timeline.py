@@ -417,6 +417,19 @@ def test_pause_of_a_process_explains_no_more_than_it_lasted() -> None:
     assert "stood still for 400 ms" in describe_wait(wait)
 
 
+def test_pause_that_was_over_when_a_stage_began_explains_nothing_of_it() -> None:
+    told: dict[str, AttrValue] = {a.WAIT_REASON.key: "process_paused", a.WAIT_NEEDED.key: 400}
+
+    def paused(span: Span) -> Span:
+        if span.name != "hop.dispatch":
+            return span
+        event = Event(name="pd.wait", time_ns=span.start_ns - 401 * MS, attributes=told)
+        return replace(span, events=(event,), attributes={**span.attributes, **told})
+
+    [visit] = build_timeline(edited(Story().trace(), paused)).visits_of("hop.dispatch")
+    assert (visit.waits, visit.cause) == ((), None)
+
+
 def test_steps_attempts_and_stuck_reports_are_read() -> None:
     trace = edited(
         retried(),
