@@ -149,6 +149,7 @@ class CheckReport:
                     "instance": process.instance,
                     "pid": process.pid,
                     "ended": process.ended.value if process.ended else None,
+                    "standing": process.standing,
                     "open_requests": process.open_requests,
                     "open_ids": list(process.open_ids),
                     "losses": dict(process.losses),
@@ -478,6 +479,8 @@ def _run_notes(runs: Sequence[RunHealth], processes: Sequence[ProcessHealth]) ->
         if run.losses.overgrown:
             yield f"{_many(run.losses.overgrown, 'mark')} left out of requests with too many."
     for process in processes:
+        if process.standing:
+            yield f"{process.standing}."
         if process.shed:
             yield f"{process.instance} (pid {process.pid}) {process.shed}."
         if cut := process.losses.get("truncated", 0):

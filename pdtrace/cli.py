@@ -60,6 +60,7 @@ from pdtrace.terminal.selection import (
     select_slowest,
 )
 from pdtrace.terminal.top import DEFAULT_INTERVAL_S, DEFAULT_LIMIT, follow, top_document, top_view
+from pdtrace.terminal.whole_words import WholeWords
 
 EXIT_VIOLATIONS = 1
 EXIT_BAD_INPUT = 2
@@ -77,7 +78,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # whose tables cut words to fit a narrow terminal
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Shows in which stage a slow prefill/decode request stalled, why, and who was in its way.",
     epilog="Exit codes: 0 done, 1 `check` found violations, 2 bad input or usage, 70 a fault of "
@@ -183,9 +184,10 @@ def _root(  # pyright: ignore[reportUnusedFunction] - typer calls it
 
 
 @app.command(
-    epilog="Examples: [bold]pdtrace why[/] (the slowest) · [bold]pdtrace why req-17[/] · "
-    "[bold]pdtrace why --slowest 5[/] · [bold]pdtrace why --in-flight[/] · "
-    "[bold]pdtrace why 5eed --from traces.jsonl.gz --json[/]"
+    cls=WholeWords,
+    epilog="Examples: pdtrace why (the slowest) · pdtrace why req-17 · "
+    "pdtrace why --slowest 5 · pdtrace why --in-flight · "
+    "pdtrace why 5eed --from traces.jsonl.gz --json",
 )
 @_guarded
 def why(
@@ -288,6 +290,7 @@ def _print_why(selection: Selection, pairs: Sequence[tuple[Timeline, Verdict]]) 
             ascii_only=ascii_only,
             notes=notes,
             standing=selection.standing.get(timeline.root_id or "", ()),
+            last_signs=selection.last_signs,
         )
         console.print(view)
     requests = len(selection.peers)
@@ -298,9 +301,10 @@ def _print_why(selection: Selection, pairs: Sequence[tuple[Timeline, Verdict]]) 
 
 
 @app.command(
-    epilog="Examples: [bold]pdtrace top[/] · [bold]pdtrace top --once --json[/] · "
-    "[bold]pdtrace top --from http://127.0.0.1:9464 --stage decode.reserve[/]. Interrupt it to end "
-    "it (exit code 0)."
+    cls=WholeWords,
+    epilog="Examples: pdtrace top · pdtrace top --once --json · "
+    "pdtrace top --from http://127.0.0.1:9464 --stage decode.reserve. Interrupt it to end "
+    "it (exit code 0).",
 )
 @_guarded
 def top(
@@ -396,8 +400,9 @@ def _show_top(
 
 
 @app.command(
-    epilog="Examples: [bold]pdtrace check[/] · [bold]pdtrace check --from traces/ --json[/]. "
-    "Exit code 1 if a rule is broken."
+    cls=WholeWords,
+    epilog="Examples: pdtrace check · pdtrace check --from traces/ --json. "
+    "Exit code 1 if a rule is broken.",
 )
 @_guarded
 def check(
@@ -428,7 +433,7 @@ def check(
     return 0 if report.ok else EXIT_VIOLATIONS
 
 
-@app.command()
+@app.command(cls=WholeWords)
 @_guarded
 def stages(as_json: JsonOption = False) -> int:
     """List every stage: what it means and what to do when it is long."""
@@ -441,8 +446,9 @@ def stages(as_json: JsonOption = False) -> int:
 
 
 @app.command(
-    epilog="Example: [bold]pdtrace agent --rings run/rings --out run[/]. With "
-    "OTEL_EXPORTER_OTLP_ENDPOINT set, spans are exported there as well."
+    cls=WholeWords,
+    epilog="Example: pdtrace agent --rings run/rings --out run. With "
+    "OTEL_EXPORTER_OTLP_ENDPOINT set, spans are exported there as well.",
 )
 @_guarded
 def agent(

@@ -67,6 +67,10 @@ _REASONS: Mapping[WaitReason, tuple[str, str]] = MappingProxyType(
         WaitReason.PREEMPTED: ("pages that were taken away during decode", "pages"),
         WaitReason.COPY_QUEUE: ("copy jobs ahead of its own", "jobs"),
         WaitReason.BANDWIDTH: ("the bytes of copies that share its path", "copies"),
+        WaitReason.PROCESS_PAUSED: (
+            "its process, which stood still: stopped by a signal, frozen, or without a processor",
+            "milliseconds that it did",
+        ),
         WaitReason.INJECTED: ("a fault hook (`--allow-faults`)", "–"),
         WaitReason.UNKNOWN: ("the reason was not recorded", "–"),
     }
@@ -78,6 +82,8 @@ _GAP_CAUSES: Mapping[GapCause, str] = MappingProxyType(
         GapCause.PREEMPTION: "its pages were taken away for others",
         GapCause.TRANSFER_LANDING: "the loop took in KV that had landed for other requests",
         GapCause.SCHEDULER_BUSY: "the loop did something else between two steps",
+        GapCause.PROCESS_PAUSED: "the whole process stood still: stopped by a signal, frozen, or "
+        "without a processor",
         GapCause.INJECTED: "a fault hook (`--allow-faults`)",
         GapCause.UNKNOWN: "none of these explains it",
     }

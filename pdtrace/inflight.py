@@ -27,6 +27,14 @@ class ProcessState(StrEnum):
     LOST = "lost"  # it was killed, or ended without a word
 
 
+class Halt(StrEnum):
+    """What keeps a process from running, as the kernel says."""
+
+    STOPPED = "stopped"  # by a signal: SIGSTOP, Ctrl-Z
+    TRACED = "traced"  # by a debugger
+    IN_KERNEL = "in_kernel"  # in a call that no signal interrupts: a disk or a device
+
+
 class WaitNow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The latest reason why a request waits. Units of the numbers: `pdtrace.stages.WaitReason`.
 
@@ -82,6 +90,7 @@ class ProcessNow(msgspec.Struct, frozen=True, kw_only=True):
     """One recording process.
 
     progress_age_s  since its loop last went round; None where it does not say
+    halt            what keeps it from running; None if nothing does, or if it cannot be told
     gauges          by lower-case name of `pdtrace.stages.Gauge`
     """
 
@@ -91,6 +100,7 @@ class ProcessNow(msgspec.Struct, frozen=True, kw_only=True):
     host_id: str
     state: ProcessState
     progress_age_s: float | None = None
+    halt: Halt | None = None
     open_requests: int = 0
     gauges: dict[str, int] = {}
 

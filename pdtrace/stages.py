@@ -75,6 +75,7 @@ class WaitReason(StrEnum):
     PREEMPTED = "preempted"  # pages taken away during decode
     COPY_QUEUE = "copy_queue"  # copy jobs ahead
     BANDWIDTH = "bandwidth"  # copies that share the path
+    PROCESS_PAUSED = "process_paused"  # its process stood still; `needed`: milliseconds that it did
     INJECTED = "injected"  # a fault hook (--allow-faults)
     UNKNOWN = "unknown"
 
@@ -87,6 +88,7 @@ class GapCause(StrEnum):
     PREEMPTION = "preemption"  # its pages were taken away
     TRANSFER_LANDING = "transfer_landing"  # the loop took in KV that landed for others
     SCHEDULER_BUSY = "scheduler_busy"  # the loop did something else between two steps
+    PROCESS_PAUSED = "process_paused"  # the whole process stood still: stopped or frozen
     INJECTED = "injected"  # a fault hook (--allow-faults)
     UNKNOWN = "unknown"
 

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pdtrace.terminal.whole_words import WholeWords
 from server.client_limits import NAMES, parse_client_limits
 from server.clock_fault import parse_clock_faults
 from server.config import WITHOUT_EFFECT, Settings, flag
@@ -40,6 +41,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # whose tables cut words to fit a narrow terminal
 )
 
 
@@ -74,7 +76,7 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-@app.command()
+@app.command(cls=WholeWords)
 def up(
     context: typer.Context,
     run_dir: Annotated[
@@ -198,8 +200,9 @@ def up(
     clock_fault: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="INSTANCE:NAME=VALUE,...",
             help="Make a worker's clock look like another host's (tests; needs --allow-faults). "
-            "INSTANCE:offset_s=S,drift_ppm=P,step_s=S,step_after_s=S,host=NAME"
+            "Names: offset_s, drift_ppm, step_s, step_after_s, host.",
         ),
     ] = None,
     faults: Annotated[
@@ -319,12 +322,12 @@ def up(
     raise typer.Exit(exit_code)
 
 
-@app.command("inject")
+@app.command("inject", cls=WholeWords)
 def inject_faults(
     source: Annotated[
         str | None,
         typer.Argument(
-            metavar="[FILE|JSON|-]",
+            metavar="FILE|JSON|-",
             help="Faults: a JSON file, the JSON itself, or - for standard input. Without it: only "
             "tell what is armed and what was injected.",
         ),
@@ -373,7 +376,7 @@ def _faults_of(source: str) -> tuple[Fault, ...]:
     return read_faults(Path(source))
 
 
-@app.command()
+@app.command(cls=WholeWords)
 def keys(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that does not exist.")],
 ) -> None:
@@ -389,7 +392,7 @@ def keys(
     print(f"Keys are in {directory}. Copy it to each host, and keep it private.")
 
 
-@app.command()
+@app.command(cls=WholeWords)
 def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:

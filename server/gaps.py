@@ -6,8 +6,8 @@ Every token takes a step. Up to the length of the step before, a step is ordinar
 growth added to it is a cause like the others. The largest cause is named if it took a fair part of
 the gap. Without one, the ordinary step itself is named where it is the most of the gap: the batch
 is that large, unless steps of as many were much faster lately. What nothing accounts for is
-`unknown`: a pause of the process, a step that took long with no more to compute, or much longer
-than what more there was to compute can account for.
+`unknown`: a step that took long with no more to compute, or much longer than what more there was to
+compute can account for.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ NOBODY = ""
 _PRECEDENCE = (
     GapCause.INJECTED,
     GapCause.PREEMPTION,
+    GapCause.PROCESS_PAUSED,
     GapCause.INTERFERING_PREFILL,
     GapCause.TRANSFER_LANDING,
     GapCause.BATCH_GROWTH,
@@ -56,7 +57,8 @@ class GapAccount:
     landings  taking in KV of others, by request
     step_ns   steps of the batch
     loop_ns   the loop's own work
-    lost_ns   idle, stood still, or longer ago than the loop remembers
+    paused_ns the process stood still
+    lost_ns   idle, or longer ago than the loop remembers
     """
 
     gap_ns: int
@@ -67,6 +69,7 @@ class GapAccount:
     landings: Mapping[str, int] = field(default_factory=dict[str, int])
     step_ns: int = 0
     loop_ns: int = 0
+    paused_ns: int = 0
     lost_ns: int = 0
 
 
@@ -165,7 +168,8 @@ def account_gap(
         landings=landings,
         step_ns=step_ns,
         loop_ns=sum(end - begin for begin, end in present) - covered_ns,
-        lost_ns=lost_ns + paused_ns,
+        paused_ns=paused_ns,
+        lost_ns=lost_ns,
     )
 
 
@@ -183,6 +187,7 @@ def gap_parts(account: GapAccount, change: BatchChange) -> dict[GapCause, int]:
     return {
         GapCause.INJECTED: sum(away.get(GapCause.INJECTED, {}).values()),
         GapCause.PREEMPTION: sum(away.get(GapCause.PREEMPTION, {}).values()),
+        GapCause.PROCESS_PAUSED: account.paused_ns,
         GapCause.INTERFERING_PREFILL: sum(account.prompts.values()),
         GapCause.TRANSFER_LANDING: sum(account.landings.values()),
         GapCause.BATCH_GROWTH: min(

@@ -70,7 +70,7 @@ def locate_model(model: str | None) -> ModelSource:
     path = Path(model).expanduser()
     if not path.exists():
         raise ModelNotFoundError(
-            f"no model at {path}: expected a GGUF file or a Hugging Face folder"
+            f"no model at {path}: expected a GGUF file, a Hugging Face folder, or fake"
         )
     if path.is_file():
         return _gguf_source(path)

@@ -17,8 +17,16 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from typing import Generic
 
-from pdtrace.recorder import MAX_BLOCKERS
-from pdtrace.stages import Gauge, Outcome, StepKind, WaitReason
+from pdtrace.recorder import MAX_BLOCKERS, Recorder
+from pdtrace.stages import (
+    STAGE_BY_NAME,
+    Gauge,
+    Kind,
+    Outcome,
+    Role,
+    StepKind,
+    WaitReason,
+)
 from server.admission import PageBudget, Wait, largest
 from server.config import ProcessConfig
 from server.engine.base import Engine
@@ -33,6 +41,7 @@ from server.ports import Ports
 from server.recording import record_round_trip
 from server.request import Ending
 from server.said import Said, is_due
+from server.standstill import Standstill
 from server.tracing import TraceObserver
 from server.wire.messages import (
     Abort,
@@ -56,6 +65,7 @@ DRAINING = "draining"
 
 _logger = logging.getLogger(__name__)
 
+_GENERATE = "decode.generate"
 _GAUGES = (
     Gauge.KV_PAGES_TOTAL,
     Gauge.KV_PAGES_FREE,
@@ -90,6 +100,8 @@ class Scheduler(ABC, Generic[LegT]):
         self._num_taken = 0  # how many it took
         self._holders: tuple[LegT, ...] = ()
         self._holders_ns: int | None = None
+        self._role = Role(config.role)
+        self._standstill = Standstill(ports.pauses, self._clock())
         self._tokens: dict[str, list[TokenItem]] = {}
         self._closed: list[tuple[str, LegClosed]] = []
         self._again = False  # something came free: plan once more before waiting
@@ -146,6 +158,7 @@ class Scheduler(ABC, Generic[LegT]):
             self._log.add(asked_ns, self._taken_from_ns, Doing.IDLE)
         else:
             self._taken_from_ns = asked_ns
+        self.tell_pauses(self._taken_from_ns)
         self._num_taken = 0 if received is None else 1
         if received is not None:
             self._take(received)
@@ -362,8 +375,24 @@ class Scheduler(ABC, Generic[LegT]):
     def page_budget(self, free: int) -> PageBudget:
         return PageBudget(free=free, total=self.allocator.num_pages)
 
+    def tell_pauses(self, now_ns: int) -> None:
+        """Say in the trace of each request that this process stood still in a stage of its own, if
+        it did. Where tokens come late, the gap says so."""
+        for begin_ns, end_ns in self._standstill.news(now_ns):
+            for leg in self.legs:
+                stage = STAGE_BY_NAME.get(leg.stage)
+                if stage is not None and self._role in stage.roles and stage.name != _GENERATE:
+                    self._observer.paused(leg, stage.name, begin_ns, end_ns)
+                    leg.said = None  # what it waits for now is said anew
+
     def say_kept_waiting(self, leg: LegT, stage: str, arrived_ns: int) -> None:
-        """Say in the trace that a message of `leg` lay in the inbox because a step ran, if so."""
+        """Say in the trace that a message of `leg` lay in the inbox because a step ran, or could
+        not come because this process stood still, if so."""
+        pause = self._standstill.before(arrived_ns)
+        if pause is not None:
+            came_by = stage if STAGE_BY_NAME[stage].kind is Kind.HOP else "hop.dispatch"
+            self._observer.paused(leg, came_by, *pause)
+            return
         step = self._log.kept_waiting(arrived_ns)
         if step is not None:
             self._observer.cause(leg, stage, WaitReason.WORKER_BUSY, arrived_ns, blockers=step.who)
@@ -381,6 +410,7 @@ class Scheduler(ABC, Generic[LegT]):
         doing = Doing.PREFILL if kind is StepKind.PREFILL else Doing.DECODE
         who = largest([(leg.request_id, count) for leg, count in zip(legs, tokens, strict=True)])
         self._log.add(begin_ns, end_ns, doing, who)
+        self.tell_pauses(end_ns)  # before the step's requests leave their stage
         number = self._recorder.step(
             kind,
             [leg.trace for leg in legs],

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from server.gaps import GapReason
     from server.prefill.leg import PrefillLeg
 
+NS_PER_MS = 1_000_000
 Value: TypeAlias = int | float | str | bool | None
 Values: TypeAlias = tuple[Value, ...]
 
@@ -182,6 +183,15 @@ class TraceObserver:
             limit=limit,
             blocker=blockers,
             at_ns=at_ns,
+        )
+
+    def paused(self, leg: Leg[Any], stage: str, begin_ns: int, end_ns: int) -> None:
+        """This process stood still while `leg` was in `stage`, or on its way to it."""
+        leg.trace.wait(
+            stage,
+            WaitReason.PROCESS_PAUSED,
+            needed=(end_ns - begin_ns) // NS_PER_MS,
+            at_ns=begin_ns,
         )
 
     def gap(

@@ -35,6 +35,7 @@ import msgspec
 from pdtrace.errors import PdtraceError
 from pdtrace.inflight import Look
 from pdtrace.live.address import ADDRESS_NAME, Address, read_address
+from pdtrace.stages import STAGE_BY_NAME
 
 DEFAULT_LIMIT = 1_000
 MAX_THREADS = 8
@@ -108,7 +109,9 @@ class AgentApp:
             )
         path = environ.get("PATH_INFO", "")
         try:
-            query = parse_qs(environ.get("QUERY_STRING", ""), max_num_fields=8)
+            query = parse_qs(
+                environ.get("QUERY_STRING", ""), keep_blank_values=True, max_num_fields=8
+            )
             if path == "/inflight":
                 return self._inflight(query)
             if path == "/metrics":
@@ -131,11 +134,16 @@ class AgentApp:
     def _inflight(self, query: Mapping[str, list[str]]) -> Reply:
         if unknown := set(query) - {"id", "stage", "limit"}:
             raise ValueError(f"{sorted(unknown)[0]!r} is no filter; there are id, stage and limit")
+        stages = query.get("stage", ())
+        for stage in stages:
+            if stage not in STAGE_BY_NAME:
+                known = ", ".join(STAGE_BY_NAME)
+                raise ValueError(f"{stage[:64]!r} is no stage; there are {known}")
         look = self._look()
         requests = look.requests
         if wanted := query.get("id"):
             requests = tuple(r for r in requests if r.request_id in wanted or r.trace_id in wanted)
-        if stages := query.get("stage"):
+        if stages:
             requests = tuple(r for r in requests if r.stage in stages)
         limit = _limit(query.get("limit", [str(DEFAULT_LIMIT)])[-1])
         problems = look.problems

@@ -16,8 +16,9 @@ from pdtrace.analysis.attributes import integer, role_of, text
 from pdtrace.analysis.placement import Placed, Placement
 from pdtrace.ring.codec import ID_SEPARATOR
 from pdtrace.spans import AttrValue, Span
-from pdtrace.stages import Outcome, Role
+from pdtrace.stages import Outcome, Role, WaitReason
 
+NS_PER_MS = 1_000_000
 _OUTCOMES: Mapping[str, Outcome] = MappingProxyType({o.value: o for o in Outcome})
 
 
@@ -112,13 +113,18 @@ def waits_told(item: Placed) -> tuple[Wait, ...]:
     )
     waits: list[Wait] = []
     for position, event in enumerate(events):
-        begin = event.time_ns + shift
+        begin = max(event.time_ns + shift, item.begin)
         end = min(item.end, item.limit)  # what lasted beyond its request held nobody up
         if position + 1 < len(events):
             end = min(end, events[position + 1].time_ns + shift)
-        held = max(0, end - max(begin, item.begin))
+        if text(event.attributes, a.WAIT_REASON) == WaitReason.PROCESS_PAUSED:
+            stood_ms = integer(event.attributes, a.WAIT_NEEDED) or 0
+            end = min(end, event.time_ns + shift + stood_ms * NS_PER_MS)
+            if end <= begin:
+                continue  # the process went on before this stage began
+        held = max(0, end - begin)
         waits.append(_wait(item, event.attributes, at_ns=begin, for_ns=held))
-    told = {wait.reason for wait in waits}
+    told = {text(event.attributes, a.WAIT_REASON) for event in events}
     return (*waits, *(wait for wait in _own_wait(item) if wait.reason not in told))
 
 
@@ -130,6 +136,8 @@ def _own_wait(item: Placed) -> tuple[Wait, ...]:
     if cause is None:
         return ()
     blockers = _blockers(attributes)
+    held = max(0, min(item.end, item.limit) - item.begin)
+    explained = nanoseconds(attributes, a.GAP_CAUSE_SECONDS)
     return (
         Wait(
             stage=item.stage.name,
@@ -137,8 +145,8 @@ def _own_wait(item: Placed) -> tuple[Wait, ...]:
             blocker=blockers[0] if blockers else None,
             blockers=blockers,
             at_ns=item.begin,
-            for_ns=max(0, item.end - item.begin),
-            explained_ns=nanoseconds(attributes, a.GAP_CAUSE_SECONDS),
+            for_ns=held,
+            explained_ns=None if explained is None else min(explained, held),
             step=integer(attributes, a.STEP_NUMBER),
             batch=integer(attributes, a.BATCH_SIZE),
         ),

@@ -60,6 +60,7 @@ from pdtrace.stages import (
     CHAINS,
     STAGES,
     Kind,
+    Mark,
     Mode,
     Outcome,
     Role,
@@ -389,11 +390,14 @@ def _details(
 def _visit(item: Placed) -> StageVisit:
     span = item.span
     waits = waits_told(item)
+    end = item.end
+    if item.stage.end is Mark.TOKEN_GAP:
+        end = min(end, item.limit)  # a token that came after the request's end held it up no more
     return StageVisit(
         name=item.stage.name,
         attempt=item.attempt,
         begin_ns=item.begin,
-        end_ns=max(item.begin, item.end),
+        end_ns=max(item.begin, end),
         owned_ns=item.owned,
         span_id=span.span_id,
         service=span.resource.service_name,

@@ -16,9 +16,10 @@ they are other views of the same time (`prefill.bootstrap` is `decode.reserve` s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 
 from pdtrace import semconv as a
 from pdtrace.analysis.attributes import text as attribute_text
@@ -36,7 +37,7 @@ from pdtrace.analysis.timeline import StageVisit, Timeline
 from pdtrace.analysis.waits import describe_wait
 from pdtrace.duration import seconds_text
 from pdtrace.spans import AttrValue
-from pdtrace.stages import STAGE_BY_NAME, Kind, Mark, Outcome, Scale
+from pdtrace.stages import STAGE_BY_NAME, Kind, Mark, Outcome, Scale, WaitReason
 
 __all__ = [
     "Assessment",
@@ -55,6 +56,15 @@ __all__ = [
 _MIRRORS = {"decode.reserve": "prefill.bootstrap"}
 
 
+_ADVICE_OF_REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        WaitReason.PROCESS_PAUSED: "Look for who stopped it (SIGSTOP, a debugger, a freezer) and "
+        "for a host that is short of memory or processors.",
+        WaitReason.NO_WORKER: "Look which workers are dead, stopped or starting (GET /health), and "
+        "add some.",
+    }
+)
+"""What to do about a reason, whichever stage waits for it."""
 _WORKER_LOST = "worker_lost"
 _EXITED = "process_exited"
 _FEW_STAGES = 3  # missing ones that a note names; more are listed elsewhere
@@ -222,7 +232,7 @@ def judge(
         stall=stall,
         cause=loss.clause if loss else cause,
         wait=wait,
-        advice=STAGE_BY_NAME[chosen.leaf.name].advice if chosen else None,
+        advice=_advice(chosen.leaf, wait) if chosen else None,
         confidence=_confidence(timeline, kind, peers, policy, beyond=beyond),
         peers=peers,
         notes=tuple(notes),
@@ -352,6 +362,11 @@ def _cause(timeline: Timeline, leaf: Leaf, wait: Wait) -> str:
     gaps = timeline.visits_of(leaf.name) if STAGE_BY_NAME[leaf.name].end is Mark.TOKEN_GAP else ()
     clause = describe_wait(wait)
     return f"the longest of {len(gaps)} gaps: {clause}" if len(gaps) > 1 else clause
+
+
+def _advice(leaf: Leaf, wait: Wait | None) -> str:
+    reason = wait.reason if wait is not None else None
+    return _ADVICE_OF_REASONS.get(reason or "") or STAGE_BY_NAME[leaf.name].advice
 
 
 def _weight(visit: StageVisit) -> tuple[int, int]:

@@ -212,7 +212,8 @@ def _astray(placement: Placement) -> Iterator[Violation]:
     for span in placement.astray:
         yield _breach(
             ViolationKind.BAD_CLOCK,
-            f"{span.name} runs from {span.start_ns} to {span.end_ns}: no wall time in nanoseconds",
+            f"{span.name} runs from {span.start_ns} to {span.end_ns}, which are no Unix times in "
+            "nanoseconds",
             span,
         )
 
@@ -221,7 +222,7 @@ def _lengths(placement: Placement) -> Iterator[_Breach]:
     if placement.root is not None and placement.length < 0:
         violation = _breach(
             ViolationKind.NEGATIVE,
-            f"the request ends {-placement.length} ns before it begins",
+            f"the request ends {seconds_text(-placement.length)} before it begins",
             placement.root,
         )
         yield _Breach(violation, -placement.length, 0)
@@ -230,7 +231,7 @@ def _lengths(placement: Placement) -> Iterator[_Breach]:
         if short < 0:
             violation = _breach(
                 ViolationKind.NEGATIVE,
-                f"{item.stage.name} ends {-short} ns before it begins",
+                f"{item.stage.name} ends {seconds_text(-short)} before it begins",
                 item.span,
                 _bounds(placement, item),
             )
@@ -243,9 +244,10 @@ def _overlapping(placement: Placement, overlaps: tuple[Overlap, ...]) -> Iterato
         # A stage that occurs twice is told by its own rule.
         if not overlap.expected and overlap.first != overlap.second:
             bounds = f" ({'; '.join(overlap.bounds)})" if overlap.bounds else ""
+            shared = seconds_text(overlap.ns)
             violation = Violation(
                 kind=ViolationKind.OVERLAP,
-                message=f"{overlap.first} and {overlap.second} share {overlap.ns} ns{bounds}",
+                message=f"{overlap.first} and {overlap.second} share {shared}{bounds}",
                 stage=overlap.second,
                 between_clocks=bool(bounds),
             )
@@ -263,7 +265,7 @@ def _disordered(placement: Placement) -> Iterator[_Breach]:
             if early > slack:
                 violation = _breach(
                     ViolationKind.OUT_OF_ORDER,
-                    f"{item.stage.name} begins {early} ns before {latest.stage.name}, "
+                    f"{item.stage.name} begins {seconds_text(early)} before {latest.stage.name}, "
                     "which precedes it",
                     item.span,
                     _bounds(placement, latest, item),
@@ -372,10 +374,10 @@ def _outside(placement: Placement, outcome: Outcome | None) -> Iterator[_Breach]
         if item.begin < -slack:
             by, message = (
                 -item.begin,
-                f"{item.stage.name} begins {-item.begin} ns before the request",
+                f"{item.stage.name} begins {seconds_text(-item.begin)} before the request",
             )
         elif late > slack and not may_outlive:
-            by, message = late, f"{item.stage.name} ends {late} ns after the request"
+            by, message = late, f"{item.stage.name} ends {seconds_text(late)} after the request"
         else:
             continue
         bounds = _bounds(placement, item)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from pdtrace.analysis.facts import Wait
+from pdtrace.analysis.facts import NS_PER_MS, Wait
 from pdtrace.duration import seconds_text
 from pdtrace.inflight import WaitNow
 from pdtrace.stages import STAGE_BY_NAME, GapCause, Mark, WaitReason
@@ -69,7 +69,7 @@ def _describe_gap(wait: Wait) -> str:
         clause += f", with {wait.batch} request{'' if wait.batch == 1 else 's'} in the batch"
     if wait.blockers:
         clause += f": {listed(wait.blockers)}"
-    if wait.step is not None:
+    if wait.step is not None and wait.reason != GapCause.PROCESS_PAUSED:
         clause += f" (step {wait.step})"
     if wait.explained_ns is not None and wait.for_ns:
         share = min(1.0, wait.explained_ns / wait.for_ns)
@@ -139,6 +139,14 @@ def _preempted(wait: Wait) -> str:
     )
 
 
+_STOOD_STILL = "its process stood still{}: it was stopped, frozen or had no processor"
+
+
+def _process_paused(wait: Wait) -> str:
+    length = "" if wait.needed is None else f" for {seconds_text(wait.needed * NS_PER_MS)}"
+    return _STOOD_STILL.format(length)
+
+
 _CLAUSES: Mapping[WaitReason, Callable[[Wait], str]] = MappingProxyType(
     {
         WaitReason.KV_PAGES: _capacity("KV page", "KV pages"),
@@ -154,6 +162,7 @@ _CLAUSES: Mapping[WaitReason, Callable[[Wait], str]] = MappingProxyType(
         WaitReason.PREEMPTED: _preempted,
         WaitReason.COPY_QUEUE: _copy_queue,
         WaitReason.BANDWIDTH: _bandwidth,
+        WaitReason.PROCESS_PAUSED: _process_paused,
         WaitReason.INJECTED: lambda _: "delayed by a fault hook",
         WaitReason.UNKNOWN: lambda _: "the reason was not recorded",
     }
@@ -166,6 +175,7 @@ _GAP_CLAUSES: Mapping[str, str] = MappingProxyType(
         GapCause.PREEMPTION: "its pages were taken away for others",
         GapCause.TRANSFER_LANDING: "the loop took in KV that had landed for others",
         GapCause.SCHEDULER_BUSY: "the loop did something else between two steps",
+        GapCause.PROCESS_PAUSED: _STOOD_STILL.format(""),
         GapCause.INJECTED: "delayed by a fault hook",
         GapCause.UNKNOWN: "nothing that was recorded explains it",
     }

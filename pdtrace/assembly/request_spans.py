@@ -44,6 +44,7 @@ from pdtrace.assembly.stage_plans import (
     numbered_salt,
 )
 from pdtrace.assembly.wait_marks import MAX_WAIT_EVENTS, blocker_links, tell_waits
+from pdtrace.duration import seconds_text
 from pdtrace.spans import AttrValue, Link, Span, SpanKind
 from pdtrace.stages import (
     ATTEMPT_SPAN,
@@ -343,11 +344,11 @@ class _Assembly:
     def _flag_disorder(self, draft: Draft, by_ns: int, stamps: Sequence[Stamp]) -> None:
         """An end before its begin is impossible, unless two clocks are that far from certain."""
         doubt_ns = self.evidence.clock_doubt_ns(*stamps)
-        message = f"end mark {by_ns} ns before begin mark"
+        message = f"end mark {seconds_text(by_ns)} before begin mark"
         if doubt_ns is None:
             draft.attributes[a.VIOLATION.key] = f"{message}, on clocks whose error is not known"
         elif by_ns > doubt_ns:
-            doubt = f", clocks are good to {doubt_ns} ns" if doubt_ns else ""
+            doubt = f", clocks are good to {seconds_text(doubt_ns)}" if doubt_ns else ""
             draft.attributes[a.VIOLATION.key] = message + doubt
 
     def _place_on_own_clock(self, draft: Draft, end_ns: int) -> None:
@@ -464,7 +465,7 @@ class _Assembly:
         )
         by_ns = begin.t_ns - end.t_ns
         if by_ns > 0 and by_ns > (self.evidence.clock_doubt_ns(begin, end) or 0):
-            draft.attributes[a.VIOLATION.key] = f"ends {by_ns} ns before it begins"
+            draft.attributes[a.VIOLATION.key] = f"ends {seconds_text(by_ns)} before it begins"
         elif attempt.duplicates:
             marks = ", ".join(sorted(set(attempt.duplicates)))
             draft.attributes[a.VIOLATION.key] = f"recorded more than once: {marks}"
@@ -536,7 +537,8 @@ class _Assembly:
         if sent is not None and evidence.first.get(Mark.RECEIVED) is not None:
             attributes[a.TTFT_SECONDS.key] = max(sent.t_ns - received.t_ns, 0) / 1e9
         if end.t_ns < received.t_ns:
-            attributes[a.VIOLATION.key] = f"ends {received.t_ns - end.t_ns} ns before it begins"
+            by = seconds_text(received.t_ns - end.t_ns)
+            attributes[a.VIOLATION.key] = f"ends {by} before it begins"
         missing = "; ".join(self._missing())
         if missing:
             attributes[a.INCOMPLETE.key] = missing

@@ -20,8 +20,10 @@ from pdtrace.export.sink import has_writer
 from pdtrace.export.spill import CURSORS_NAME, Waiting, read_waiting
 from pdtrace.inflight import ProcessState
 from pdtrace.live.looks import RingLooks, unlisted
+from pdtrace.live.process_view import process_now, standing
 from pdtrace.ring import Counter, RingReader, WriterState, scan_rings
 from pdtrace.ring.losses import Losses, RingLosses, WriterEnd, read_losses
+from pdtrace.stages import Gauge
 
 _UNDER_WAY_NS = 10_000_000_000
 """Spans that have waited for less are under way, if an agent is there."""
@@ -46,6 +48,9 @@ class ProcessHealth:
     """One recording process; `losses` are totals by kind (`pdtrace.ring.losses.KINDS`).
 
     ended          None while it lives, or where nobody saw its end
+    standing       why it cannot go on though it lives, a clause; None if it can
+    last_sign_ns   Unix time at which its loop last went round, of one that cannot go on or ended
+                   without a word; None where its ring does not say
     open_requests  requests that it had open when it ended
     """
 
@@ -53,6 +58,8 @@ class ProcessHealth:
     instance: str
     pid: int
     ended: WriterEnd | None = None
+    standing: str | None = None
+    last_sign_ns: int | None = None
     open_requests: int = 0
     open_ids: tuple[str, ...] = ()
     losses: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -118,11 +125,16 @@ def read_health(run: Path) -> RunHealth:
     if (trouble := unlisted(rings_folder(run))) is not None:
         unreadable[RINGS_FOLDER] = trouble
     unnoticed: set[str] = set()
+    standings: dict[str, str | None] = {}
+    last_signs: dict[str, int | None] = {}
     for path in scan_rings(rings_folder(run)):
         try:
             with RingReader(path) as reader:
-                is_closed = reader.writer_state() is WriterState.CLOSED
-                is_unread = is_closed and _is_begun(losses.rings.get(path.name))
+                writer = reader.writer_state()
+                is_unread = writer is WriterState.CLOSED and _is_begun(losses.rings.get(path.name))
+                standings[path.name] = _standing(reader, writer)
+                if writer is WriterState.DEAD or standings[path.name] is not None:
+                    last_signs[path.name] = _last_sign(reader)
                 known[path.name], ended_unseen = _merged(known.get(path.name), reader)
         except FileNotFoundError:
             continue  # the agent has deleted it since: it was delivered
@@ -145,6 +157,8 @@ def read_health(run: Path) -> RunHealth:
             instance=ring.instance,
             pid=ring.pid,
             ended=ring.ended,
+            standing=standings.get(name),
+            last_sign_ns=last_signs.get(name),
             open_requests=open_then.get((ring.instance, ring.pid), 0)
             if name in unnoticed
             else ring.open_requests,
@@ -168,6 +182,17 @@ def read_health(run: Path) -> RunHealth:
         waiting=_waiting(run, has_agent=has_agent),
         has_agent=has_agent,
     )
+
+
+def _standing(reader: RingReader, writer: WriterState) -> str | None:
+    if writer is not WriterState.ALIVE:
+        return None  # `ended` tells
+    return standing(process_now(reader.identity, writer, reader.gauges(), open_requests=0))
+
+
+def _last_sign(reader: RingReader) -> int | None:
+    progress_ns = reader.gauges().get(Gauge.LAST_PROGRESS_NS)
+    return None if progress_ns is None else reader.identity.anchor.to_wall_ns(progress_ns)
 
 
 def _waiting(run: Path, *, has_agent: bool) -> list[Waiting]:

@@ -1,25 +1,35 @@
 """How a recording process stands, from its ring's header and the kernel. Reads no ring.
 
-Owns the rule for STALLED, and what is shown of a process that is gone.
+Owns the rule for STALLED, the sentences on processes that cannot go on, and what is shown of one
+that is gone.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Set
-from functools import cache
-from pathlib import Path
 
-from pdtrace.inflight import InFlight, ProcessNow, ProcessState
+from pdtrace.duration import seconds_text
+from pdtrace.inflight import Halt, InFlight, ProcessNow, ProcessState
+from pdtrace.live.kernel_state import halt_of, is_here
 from pdtrace.ring import WriterState
-from pdtrace.ring.identity import read_boot_id, read_host_id
 from pdtrace.ring.layout import RingIdentity
 from pdtrace.ring.losses import RingLosses, WriterEnd
 from pdtrace.stages import Gauge
 
 STALLED_AFTER_S = 2.0
-"""A process that has work, that requests wait for, or that was stopped, and whose loop has not gone
-round for longer is STALLED."""
+"""A process that has work, or that requests wait for, and whose loop has not gone round for longer
+is STALLED; one that was stopped is so at once."""
+
+HALTED_AFTER_S = 0.5
+"""One that the kernel does not let run is told from here on: an idle loop goes round more often."""
+
+_HELD = frozenset({Halt.STOPPED, Halt.TRACED})
+_HALTS = {
+    Halt.STOPPED: "is stopped by a signal (SIGSTOP)",
+    Halt.TRACED: "is held by a debugger",
+    Halt.IN_KERNEL: "is stalled in the kernel (state D: a disk or a device)",
+}
 
 _WORK = (Gauge.IN_FLIGHT, Gauge.RUNNING, Gauge.WAITING, Gauge.COPY_JOBS_WAITING)
 
@@ -47,6 +57,9 @@ def process_now(
     progress_ns = gauges.get(Gauge.LAST_PROGRESS_NS)
     if writer is WriterState.ALIVE and progress_ns is not None:
         progress_age_s = max(0.0, (now_ns_on(identity) - progress_ns) / 1e9)
+    halt = None
+    if writer is WriterState.ALIVE and (progress_age_s is None or progress_age_s > HALTED_AFTER_S):
+        halt = halt_of(identity)
     match writer:
         case WriterState.CLOSED:
             state = ProcessState.CLOSED
@@ -54,12 +67,10 @@ def process_now(
             state = ProcessState.LOST
         case WriterState.ALIVE:
             busy = (
-                open_requests > 0
-                or is_needed
-                or any(gauges.get(gauge, 0) > 0 for gauge in _WORK)
-                or _is_stopped(identity)
+                open_requests > 0 or is_needed or any(gauges.get(gauge, 0) > 0 for gauge in _WORK)
             )
-            stalled = busy and progress_age_s is not None and progress_age_s > STALLED_AFTER_S
+            silent = progress_age_s is not None and progress_age_s > STALLED_AFTER_S
+            stalled = halt in _HELD or (busy and silent)
             state = ProcessState.STALLED if stalled else ProcessState.ALIVE
     return ProcessNow(
         role=identity.role.value,
@@ -68,6 +79,7 @@ def process_now(
         host_id=identity.host_id,
         state=state,
         progress_age_s=progress_age_s,
+        halt=halt if state is ProcessState.STALLED else None,
         open_requests=open_requests,
         gauges={
             gauge.name.lower(): value
@@ -77,15 +89,24 @@ def process_now(
     )
 
 
-def _is_stopped(identity: RingIdentity) -> bool:
-    """Whether a signal or a debugger has stopped a process of this host."""
-    if (identity.host_id, identity.boot_id) != _this_host():
-        return False
-    try:
-        stat = Path(f"/proc/{identity.pid}/stat").read_bytes()
-    except OSError:
-        return False
-    return stat.rpartition(b")")[2].split()[:1] in ([b"T"], [b"t"])
+def standing(process: ProcessNow) -> str | None:
+    """Why a process cannot go on, a clause without a full stop; None if it can."""
+    name = process.instance
+    match process.state:
+        case ProcessState.STALLED:
+            what = "is stalled"
+            if process.halt is not None:
+                what = f"(pid {process.pid}) {_HALTS[process.halt]}"
+            silent = ""
+            if process.progress_age_s is not None:
+                silent = f": no progress for {seconds_text(round(process.progress_age_s * 1e9))}"
+            return f"{name} {what}{silent}"
+        case ProcessState.LOST:
+            return f"{name} is lost: its process (pid {process.pid}) is gone"
+        case ProcessState.CLOSED:
+            return f"{name} has ended"
+        case ProcessState.ALIVE:
+            return None
 
 
 def processes_gone(rings: Iterable[RingLosses], alive: Set[tuple[str, str]]) -> list[ProcessNow]:
@@ -114,11 +135,6 @@ def _gone(ring: RingLosses) -> ProcessNow:
 
 def now_ns_on(identity: RingIdentity) -> int:
     """This instant on the CLOCK_MONOTONIC of a ring's host; by wall time if that is another."""
-    if (identity.host_id, identity.boot_id) == _this_host():
+    if is_here(identity):
         return time.monotonic_ns()
     return identity.anchor.to_monotonic_ns(time.time_ns())
-
-
-@cache
-def _this_host() -> tuple[str, str]:
-    return read_host_id(), read_boot_id()

@@ -29,7 +29,7 @@ from pdtrace.check import CheckReport
 from pdtrace.duration import seconds_text
 from pdtrace.stages import STAGE_BY_NAME, STAGES, Outcome, WaitReason
 from pdtrace.terminal.palette import COLOURS, LETTERS
-from pdtrace.terminal.waterfall import LABEL_WIDTH, Waterfall, draw
+from pdtrace.terminal.waterfall import LABEL_WIDTH, NO_SIGNS, LastSigns, Waterfall, draw
 from pdtrace.terminal.why_lines import (
     attempt_lines,
     gap_lines,
@@ -80,11 +80,13 @@ def why_view(
     ascii_only: bool = False,
     notes: Sequence[str] = (),
     standing: Sequence[str] = (),
+    last_signs: LastSigns = NO_SIGNS,
 ) -> RenderableType:
     """The whole answer for one request, at most `width` columns.
 
-    notes     doubts about the recording
-    standing  what holds of its processes at this instant, for a request in flight
+    notes       doubts about the recording
+    standing    what holds of its processes at this instant, for a request in flight
+    last_signs  as for `pdtrace.terminal.waterfall.draw`
     """
     width = min(width, MAX_WIDTH)
     lacks, violations = _said_once(timeline)
@@ -103,6 +105,7 @@ def why_view(
         width=width,
         ascii_only=ascii_only,
         point_at=verdict.stage if verdict.kind is not VerdictKind.HEALTHY else None,
+        last_signs=last_signs,
     )
     if picture.lanes:
         blocks += [Text(), *_picture(picture)]

@@ -7,6 +7,7 @@ exit codes are `pdtrace.cli`'s.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -40,6 +41,7 @@ from pdtrace.ring.losses import WriterEnd
 from pdtrace.spans import Span
 from pdtrace.stages import Outcome
 from pdtrace.terminal.top import Standings, ordered
+from pdtrace.terminal.waterfall import LastSigns
 
 MAX_FROM_RINGS = 500
 """Finished requests, the latest, that are taken out of the rings of a run."""
@@ -65,16 +67,18 @@ class SeveralRequestsError(SelectionError):
 class Selection:
     """The requests chosen, and what they stand among.
 
-    peers     all finished requests known
-    standing  sentences on processes that cannot go on, by root span id: for requests in flight, and
-              for those that lost a process that served them
-    notes     sentences that weaken any conclusion
+    peers       all finished requests known
+    standing    sentences on processes that cannot go on, by root span id: for requests in flight,
+                and for those that lost a process that served them
+    last_signs  Unix times at which processes that cannot go on last went round, by instance
+    notes       sentences that weaken any conclusion
     """
 
     recording: Recording
     chosen: Sequence[Timeline]
     peers: Sequence[Timeline]
     standing: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    last_signs: LastSigns = field(default_factory=dict[str, Sequence[int]])
     notes: Sequence[str] = ()
 
 
@@ -106,6 +110,7 @@ def select_slowest(
         chosen=chosen,
         peers=peers,
         standing=_vanished(health, chosen),
+        last_signs=_last_signs(health),
         notes=_loss_notes(health, chosen),
     )
 
@@ -157,6 +162,7 @@ def select_request(
         chosen=found,
         peers=peers,
         standing={**_vanished(health, found), **rings.standing},
+        last_signs=_last_signs(health),
         notes=[*_loss_notes(health, found), *rings.problems],
     )
 
@@ -185,6 +191,7 @@ def select_in_flight(
     known = {timeline.key for timeline in peers}
     peers += [timeline for timeline in rings.finished if timeline.key not in known]
     chosen = rings.in_flight[:count]
+    health = [read_health(run) for run in runs]
     if rings.bare and not chosen:
         raise SelectionError(_bare_sentence(rings.bare[0]))
     return Selection(
@@ -192,8 +199,9 @@ def select_in_flight(
         chosen=chosen,
         peers=peers,
         standing=rings.standing,
+        last_signs=_last_signs(health),
         notes=[
-            *_loss_notes([read_health(run) for run in runs], chosen),
+            *_loss_notes(health, chosen),
             *rings.problems,
             *(f"{_bare_sentence(request)}." for request in rings.bare),
         ],
@@ -321,6 +329,15 @@ def _is_lost_with(
         and process.instance in {text(visit.attributes, a.OUTCOME_BY), visit.instance}
         for visit in timeline.visits
     )
+
+
+def _last_signs(runs: Iterable[RunHealth]) -> LastSigns:
+    signs: defaultdict[str, list[int]] = defaultdict(list)
+    for run in runs:
+        for process in run.processes:
+            if process.last_sign_ns is not None:
+                signs[process.instance].append(process.last_sign_ns)
+    return signs
 
 
 def _loss_notes(runs: Iterable[RunHealth], chosen: Sequence[Timeline]) -> list[str]:

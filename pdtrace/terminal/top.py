@@ -30,6 +30,7 @@ from pdtrace.duration import seconds_text
 from pdtrace.errors import LiveError
 from pdtrace.inflight import END_UNKNOWN, InFlight, Look, ProcessNow, ProcessState
 from pdtrace.live.looks import LookSource
+from pdtrace.live.process_view import standing
 from pdtrace.stages import STAGE_BY_NAME, Role, WaitReason
 from pdtrace.terminal.palette import COLOURS
 from pdtrace.terminal.render import clean, translated
@@ -269,8 +270,8 @@ class _Rows:
                 lines[clean(" · ".join(facts))] = "dim"
         if waits := _waits_for(request):
             lines[clean(waits)] = ""
-        for standing in self._standings.of(request, all_legs=False):
-            lines[clean(standing)] = "bold red"
+        for sentence in self._standings.of(request, all_legs=False):
+            lines[clean(sentence)] = "bold red"
         if request.ended == END_UNKNOWN:
             lines["over, but how it ended was not recorded"] = "dim"
         elif request.ended is not None:
@@ -322,19 +323,14 @@ class Standings:
         return list(dict.fromkeys(sentences))
 
     def _sentence(self, process: ProcessNow) -> str | None:
-        match process.state:
-            case ProcessState.STALLED:
-                text = f"{process.instance} is stalled: no progress for "
-                text += _age(process.progress_age_s or 0.0)
-                # What keeps the others waiting, unless the process was stopped by somebody.
-                prompts = self._prompts.get(process.instance, ())[:MAX_PROMPTS]
-                return text + (f", in the prompt of {listed(prompts)}." if prompts else ".")
-            case ProcessState.LOST:
-                return f"{process.instance} is lost: its process (pid {process.pid}) is gone."
-            case ProcessState.CLOSED:
-                return f"{process.instance} has ended."
-            case ProcessState.ALIVE:
-                return None
+        clause = standing(process)
+        if clause is None:
+            return None
+        # What keeps the others waiting, unless the process was stopped by somebody.
+        prompts: Sequence[str] = ()
+        if process.state is ProcessState.STALLED and process.halt is None:
+            prompts = self._prompts.get(process.instance, ())[:MAX_PROMPTS]
+        return clause + (f", in the prompt of {listed(prompts)}." if prompts else ".")
 
 
 def _waits_for(request: InFlight) -> str | None:
@@ -370,7 +366,7 @@ def _process_blocks(processes: Sequence[ProcessNow], width: int) -> list[Rendera
         progress = process.progress_age_s
         cells: list[RenderableType] = [
             clean(process.instance + host),
-            Text(process.state.value, style=_STATE_STYLES[process.state]),
+            Text(process.halt or process.state, style=_STATE_STYLES[process.state]),
             "" if progress is None else f"{_age(progress)} ago",
             str(process.open_requests),
         ]

@@ -5,7 +5,8 @@ its share of time in that lane; a stage too short for a cell of its own is only 
 beside the chain are drawn where no chain stage is, pauses over the generation they interrupt. A
 stage that goes on in a request in flight ends in an arrow at the right edge. Of one that was lost
 with its process, or whose worker gave no sign any more, what comes after the last that the process
-recorded of the request is drawn apart: nobody knows how long it lived.
+recorded of the request, or, where that is known, after its loop last went round, is drawn apart:
+nobody knows how long it lived.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 
 from pdtrace import semconv as a
 from pdtrace.analysis.attributes import text as attribute_text
@@ -27,6 +29,10 @@ from pdtrace.terminal.palette import LETTERS, fill_of
 LABEL_WIDTH = 10
 MIN_CELLS = 20
 _WORKER_LOST = "worker_lost"
+
+LastSigns = Mapping[str, Sequence[int]]
+"""Unix times, nanoseconds, at which processes that are gone last went round, by instance."""
+NO_SIGNS: LastSigns = MappingProxyType({})
 
 _LANES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
@@ -93,7 +99,14 @@ class Waterfall:
     stages: frozenset[str] = frozenset()
 
 
-def draw(timeline: Timeline, *, width: int, ascii_only: bool, point_at: str | None) -> Waterfall:
+def draw(
+    timeline: Timeline,
+    *,
+    width: int,
+    ascii_only: bool,
+    point_at: str | None,
+    last_signs: LastSigns = NO_SIGNS,
+) -> Waterfall:
     """Draw a request in `width` columns, labels included; `point_at` is a stage to point at.
 
     A request without length has no lanes.
@@ -108,7 +121,7 @@ def draw(timeline: Timeline, *, width: int, ascii_only: bool, point_at: str | No
             continue  # it spans the generation and says nothing
         spans[visit.name].append((visit.begin_ns, visit.end_ns))
     going_on = {visit.name for visit in timeline.visits if visit.open}
-    lost = _lost(timeline)
+    lost = _lost(timeline, last_signs)
     lanes: list[Lane] = []
     pointer: tuple[str, str] | None = None
     for label, names in _LANES:
@@ -138,19 +151,21 @@ def draw(timeline: Timeline, *, width: int, ascii_only: bool, point_at: str | No
     return Waterfall(cells, ticks, tuple(lanes), pointer, drawn)
 
 
-def _lost(timeline: Timeline) -> Mapping[str, Sequence[tuple[int, int]]]:
+def _lost(timeline: Timeline, last_signs: LastSigns) -> Mapping[str, Sequence[tuple[int, int]]]:
     """Per stage the time in which its process may have been gone, or stopped."""
     lost: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for visit in timeline.visits:
         reason = attribute_text(visit.attributes, a.OUTCOME_REASON)
         if visit.outcome is Outcome.LOST or (visit.outcome and reason == _WORKER_LOST):
-            lost[visit.name].append((_last_sign(timeline, visit), visit.end_ns))
+            lost[visit.name].append((_last_sign(timeline, visit, last_signs), visit.end_ns))
     return lost
 
 
-def _last_sign(timeline: Timeline, lost: StageVisit) -> int:
-    """The last that its process recorded of the request in a stage that it was lost in."""
+def _last_sign(timeline: Timeline, lost: StageVisit, last_signs: LastSigns) -> int:
+    """The last that its process recorded of the request in a stage that it was lost in, or when it
+    last went round."""
     signs = [lost.begin_ns]
+    signs += [at_ns - timeline.started_unix_ns for at_ns in last_signs.get(lost.instance or "", ())]
     for visit in timeline.visits:
         if visit.instance != lost.instance or visit.attempt != lost.attempt:
             continue

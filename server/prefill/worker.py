@@ -142,6 +142,7 @@ class PrefillWorker(PairedScheduler[PrefillLeg]):
             )
         else:
             self._reserved(leg, early[0])
+            self.say_kept_waiting(leg, "hop.publish", early[1])
 
     def _refusal(self, leg: PrefillLeg) -> tuple[str, str] | None:
         """Why `leg` can never be computed here, as reason and sentence; None when it can."""

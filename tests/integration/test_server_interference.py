@@ -98,7 +98,7 @@ def test_time_in_which_the_worker_was_stopped_is_nobodys_fault(server: RunningSe
         if span.name == "decode.gap" and float(str(span.attributes[a.GAP_SECONDS.key])) > 1.4
     ]
     assert gaps
-    assert {span.attributes[a.GAP_CAUSE.key] for span in gaps} == {GapCause.UNKNOWN}
+    assert {span.attributes[a.GAP_CAUSE.key] for span in gaps} == {GapCause.PROCESS_PAUSED}
 
 
 def why(server: RunningServer, request_id: str, *options: str) -> str:

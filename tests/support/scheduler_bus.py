@@ -323,6 +323,8 @@ class Cluster:
         self.engines: dict[str, FakeEngine] = {}
         self.workers: dict[str, Scheduler[Any]] = {}
         self.inboxes: dict[str, BusInbox] = {}
+        self.pauses: dict[str, list[tuple[int, int]]] = {}
+        """Times in which a worker's process stood still."""
         self.injectors: dict[str, Injector] = {}
         self._faulty = faulty
         self.delivered: list[tuple[str, AnyMessage]] = []
@@ -380,6 +382,11 @@ class Cluster:
             progress=Progress(self.clock),
             clock=self.clock.monotonic_ns,
             round_trips=RoundTrips(config.incarnation),
+            pauses=lambda begin_ns, end_ns: [
+                pause
+                for pause in self.pauses.get(instance, ())
+                if pause[0] < end_ns and pause[1] > begin_ns
+            ],
         )
         classes = {
             Role.PREFILL: PrefillWorker,
@@ -452,6 +459,12 @@ class Cluster:
             engine.close()
 
     # -- requests -----------------------------------------------------------------------------
+
+    def stand_still(self, instance: str, ms: float) -> None:
+        """A worker's process is stopped, and goes on after `ms`."""
+        begin_ns = self.clock.monotonic_ns()
+        self.clock.advance(ms=ms)
+        self.pauses.setdefault(instance, []).append((begin_ns, self.clock.monotonic_ns()))
 
     def submit(
         self,

@@ -123,7 +123,18 @@ def test_limit_shows_the_oldest_and_says_so(served: Served) -> None:
     assert len(look_of(served.get("/inflight?limit=5000")[2]).requests) == 1_500
 
 
-@pytest.mark.parametrize("query", ["limit=-1", "limit=many", "limit=1e3", "age=3"])
+def test_stage_that_does_not_exist_is_refused_with_those_that_do(served: Served) -> None:
+    """No requests in it would look like good news."""
+    status, _, body = served.get("/inflight?stage=decode.reserve&stage=decode.reserv")
+    assert status == 400
+    message = json.loads(body)["error"]
+    assert message.startswith("'decode.reserv' is no stage; there are gateway.ingest, ")
+    assert all(stage.name in message for stage in STAGES)
+
+
+@pytest.mark.parametrize(
+    "query", ["limit=-1", "limit=many", "limit=1e3", "age=3", "age=", "stage="]
+)
 def test_wrong_filter_is_one_clear_line(served: Served, query: str) -> None:
     status, _, body = served.get(f"/inflight?{query}")
     assert status == 400

@@ -644,7 +644,7 @@ def test_out_of_order_marks_are_clamped_and_flagged() -> None:
     moments = [m for m in pd_moments() if m[1] is not Mark.KV_NOTICED]
     moments.append((DECODE, Mark.KV_NOTICED, 6_400, {}))
     notice = named(assemble(request_of(moments)), "hop.notice")
-    assert notice.attributes[a.VIOLATION.key] == "end mark 110000 ns before begin mark"
+    assert notice.attributes[a.VIOLATION.key] == "end mark 110 µs before begin mark"
     assert notice.attributes[a.END_NS.key] == notice.attributes[a.BEGIN_NS.key]
     assert notice.end_ns == notice.start_ns
 

@@ -13,6 +13,7 @@ from pdtrace.assembly.alignment import align
 from pdtrace.assembly.collected import CollectedRequest, Leg
 from pdtrace.assembly.request_spans import assemble
 from pdtrace.clock import ClockAnchor
+from pdtrace.duration import seconds_text
 from pdtrace.offsets import ClockOffsets
 from pdtrace.ring.records import ClockRecord, MarkRecord
 from pdtrace.spans import Span, Trace
@@ -151,7 +152,7 @@ def notice(request: CollectedRequest, *, landed_late_ns: int) -> CollectedReques
     ("late_ns", "told"),
     [
         (ERROR_NS // 2, None),
-        (50 * MS, "end mark 50000000 ns before begin mark, clocks are good to"),
+        (50 * MS, "end mark 50.0 ms before begin mark, clocks are good to"),
     ],
 )
 def test_effect_before_its_cause_is_told_only_beyond_the_clocks_bound(
@@ -220,6 +221,6 @@ def test_admission_before_the_handshake_ends_is_an_overlap_and_nothing_is_negati
     assert shared["hop.publish", "prefill.compute"] == (handshake_us - 2_000) * US
     queue = by_name(spans)["prefill.queue"]
     assert queue.attributes[a.VIOLATION.key] == (
-        f"end mark {(handshake_us - 2_000) * US} ns before begin mark"
+        f"end mark {seconds_text((handshake_us - 2_000) * US)} before begin mark"
     )
     assert {span.name for span in spans} >= {stage.name for stage in CHAINS[mode]}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,8 +28,8 @@ ROLES = (Role.GATEWAY, Role.PREFILL, Role.TRANSFER, Role.DECODE)
 
 DIES = textwrap.dedent(
     """
-    import os, sys
-    from pdtrace.stages import Role
+    import os, sys, time
+    from pdtrace.stages import Gauge, Role
     from pdtrace.testing import open_recorders, record_request
     recorders = open_recorders(sys.argv[1], roles=[
         Role.GATEWAY, Role.PREFILL, Role.TRANSFER, Role.DECODE])
@@ -35,6 +37,7 @@ DIES = textwrap.dedent(
         record_request(recorders, request_id=f"gone-{index}", stop_in="decode.queue", outcome=None)
     for role in (Role.GATEWAY, Role.PREFILL, Role.TRANSFER):
         recorders[role].close()
+    recorders[Role.DECODE].gauge(Gauge.LAST_PROGRESS_NS, time.monotonic_ns())
     os.kill(os.getpid(), 9)
     """
 )
@@ -69,6 +72,7 @@ def decode(**fields: object) -> ProcessHealth:
 @pytest.mark.parametrize("with_agent", [True, False])
 def test_killed_process_is_named_with_what_it_held(tmp_path: Path, with_agent: bool) -> None:
     """Also where no agent was there to notice."""
+    began_ns = time.time_ns()
     die(tmp_path)
     if with_agent:
         run_agent(tmp_path / "rings", out=tmp_path, until_closed=True)
@@ -79,10 +83,42 @@ def test_killed_process_is_named_with_what_it_held(tmp_path: Path, with_agent: b
         WriterEnd.CLOSED,
         None,
     }
+    [gone] = [process for process in found.processes if process.ended is WriterEnd.LOST]
+    assert gone.last_sign_ns is not None
+    assert began_ns <= gone.last_sign_ns <= time.time_ns()
     [line] = broken(check_recording(recording(), [found]))["processes"]
     assert line.startswith("decode-0 (pid ")
     assert "was killed, or ended without a word, with 3 requests open" in line
     assert ("gone-0" in line) is with_agent
+
+
+def test_process_that_was_stopped_is_named_and_breaks_no_rule(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import os, signal, sys, time
+        from pdtrace.stages import Gauge, Role
+        from pdtrace.testing import open_recorders
+        recorders = open_recorders(sys.argv[1], roles=[Role.DECODE])
+        recorders[Role.DECODE].gauge(Gauge.LAST_PROGRESS_NS, time.monotonic_ns() - 9 * 10**9)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        """
+    )
+    child = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "rings")], cwd=ROOT)
+    try:
+        os.waitpid(child.pid, os.WUNTRACED)  # until it has stopped itself
+        found = read_health(tmp_path)
+        report = check_recording(recording(), [found])
+        assert broken(report) == {}
+        [note] = [note for note in report.notes if note.startswith("decode-0")]
+        start = f"decode-0 (pid {child.pid}) is stopped by a signal (SIGSTOP): no progress for "
+        assert note.startswith(start)
+        assert report.document()["processes"][0]["standing"] == note.removesuffix(".")
+        [process] = found.processes
+        assert process.last_sign_ns is not None
+        assert time.time_ns() - process.last_sign_ns >= 9 * 10**9
+    finally:
+        child.kill()
+        child.wait(timeout=60)
 
 
 def test_run_that_ended_in_order_keeps_every_rule(tmp_path: Path) -> None:

@@ -12,8 +12,14 @@ import msgspec
 import pytest
 
 from pdtrace.clock import ClockAnchor
-from pdtrace.inflight import InFlight, ProcessState
-from pdtrace.live.process_view import STALLED_AFTER_S, needed_by, process_now, processes_gone
+from pdtrace.inflight import Halt, InFlight, ProcessNow, ProcessState
+from pdtrace.live.process_view import (
+    STALLED_AFTER_S,
+    needed_by,
+    process_now,
+    processes_gone,
+    standing,
+)
 from pdtrace.ring import WriterState
 from pdtrace.ring.identity import make_identity
 from pdtrace.ring.losses import RingLosses, WriterEnd
@@ -111,24 +117,38 @@ def test_workers_that_requests_were_sent_to_are_needed() -> None:
     assert needed_by([request]) == {"decode-0", "prefill-1"}
 
 
-def test_idle_process_that_was_stopped_is_stalled() -> None:
-    """It cannot say so itself, and nobody waits for it yet."""
+@pytest.mark.parametrize("gauges", [old(STALLED_AFTER_S * 2), {}])
+def test_idle_process_that_was_stopped_is_stalled(gauges: dict[Gauge, int]) -> None:
+    """It cannot say so itself, and nobody waits for it yet; also one that tells no progress."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        identity = msgspec.structs.replace(IDENTITY, pid=process.pid)
+        made = make_identity(role=Role.DECODE, instance="decode-0", resource={})
+        identity = msgspec.structs.replace(made, pid=process.pid)
 
-        def state() -> ProcessState:
-            gauges = old(STALLED_AFTER_S * 2)
-            return process_now(identity, WriterState.ALIVE, gauges, open_requests=0).state
+        def shown() -> ProcessNow:
+            return process_now(identity, WriterState.ALIVE, gauges, open_requests=0)
 
-        assert state() is ProcessState.ALIVE
+        assert (shown().state, shown().halt, standing(shown())) == (ProcessState.ALIVE, None, None)
         os.kill(process.pid, signal.SIGSTOP)
         deadline = time.monotonic() + 60
-        while state() is not ProcessState.STALLED:
+        while shown().state is not ProcessState.STALLED:
             assert time.monotonic() < deadline
+        assert shown().halt is Halt.STOPPED
+        sentence = standing(shown()) or ""
+        assert sentence.startswith(f"decode-0 (pid {process.pid}) is stopped by a signal (SIGSTOP)")
+        assert (": no progress for " in sentence) is bool(gauges)
         elsewhere = msgspec.structs.replace(identity, host_id="other")
-        shown = process_now(elsewhere, WriterState.ALIVE, old(STALLED_AFTER_S * 2), open_requests=0)
-        assert shown.state is ProcessState.ALIVE
+        far = process_now(elsewhere, WriterState.ALIVE, gauges, open_requests=0)
+        assert (far.state, far.halt) == (ProcessState.ALIVE, None)
+        ended = process_now(identity, WriterState.DEAD, gauges, open_requests=0)
+        assert (ended.state, ended.halt) == (ProcessState.LOST, None)
     finally:
         process.kill()
         process.wait(timeout=60)
+
+
+def test_look_of_an_agent_that_says_nothing_of_halts_is_read() -> None:
+    """Agents of former versions do not."""
+    now = process_now(IDENTITY, WriterState.CLOSED, {}, open_requests=0)
+    told = {key: value for key, value in msgspec.to_builtins(now).items() if key != "halt"}
+    assert msgspec.convert(told, ProcessNow) == now

@@ -452,3 +452,31 @@ def test_every_letter_in_the_picture_stands_in_the_table() -> None:
             letters = {char for lane in lanes for char in lane if char.isalpha()}
             named = {line[0] for line in table.splitlines() if line[0] != " "}
             assert letters <= named, (mode, stage, text)
+
+
+def test_lost_stage_is_doubtful_only_from_where_its_process_last_went_round() -> None:
+    story = replace(
+        Story().stalled("decode.generate", 9.0),
+        outcome=Outcome.FAILED,
+        reason="worker_lost",
+        ends_in="decode.generate",
+    )
+    known: dict[str, AttrValue] = {a.OUTCOME_REASON.key: "worker_lost"}
+    timeline = build_timeline(with_attributes(story.trace(), "decode.generate", known))
+    [visit] = timeline.visits_of("decode.generate")
+    begin_ns = timeline.started_unix_ns
+    assert visit.instance is not None
+
+    def doubtful(instance: str, *last_signs: int) -> int:
+        waterfall = draw(
+            timeline, width=110, ascii_only=True, point_at=None, last_signs={instance: last_signs}
+        )
+        [lane] = [lane for lane in waterfall.lanes if lane.label == "decode"]
+        return sum(run.text.count("?") for run in lane.runs)
+
+    whole = doubtful("decode-9", begin_ns + visit.end_ns)  # another process's
+    assert whole > 50
+    halfway_ns = begin_ns + (visit.begin_ns + visit.end_ns) // 2
+    assert doubtful(visit.instance, halfway_ns, begin_ns) == pytest.approx(whole / 2, abs=2)
+    # The one that was started in its place lived longer.
+    assert doubtful(visit.instance, begin_ns + 100 * timeline.total_ns) == whole

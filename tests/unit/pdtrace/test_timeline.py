@@ -18,8 +18,10 @@ from pdtrace.analysis.timeline import (
     build_timeline,
     build_timelines,
 )
+from pdtrace.analysis.waits import describe_wait
 from pdtrace.spans import AttrValue, Event, Resource, Span, SpanKind, StatusCode, Trace
 from pdtrace.stages import ATTEMPT_SPAN, CHAINS, ROOT_SPAN, STAGES, Mode, Outcome
+from pdtrace.terminal.why_lines import gap_lines
 from tests.support.copies import replace
 from tests.support.pd_traces import HEALTHY_S, Story, noisy, retried
 
@@ -371,6 +373,61 @@ def test_gap_says_cause_step_and_what_the_cause_explains() -> None:
     )
     assert (visit.cause.explained_ns, visit.cause.blockers) == (150 * MS, ("req-17",))
     assert visit.cause.for_ns == pytest.approx(200 * MS, abs=10_000)
+
+
+def test_gap_that_outlives_its_request_is_as_long_as_the_request() -> None:
+    """The worker stood still, the request was given up, and the token came much later."""
+    gap: dict[str, AttrValue] = {a.GAP_CAUSE.key: "process_paused", a.GAP_CAUSE_SECONDS.key: 7.0}
+    story = Story(
+        gap_s=2.0, waits={"decode.gap": gap}, ends_in="decode.generate", outcome=Outcome.FAILED
+    )
+
+    def later(span: Span) -> Span:
+        if span.name != "decode.gap":
+            return span
+        end_ns = span.end_ns + 5_000 * MS
+        end = int(str(span.attributes[a.END_NS.key])) + 5_000 * MS
+        moved: dict[str, AttrValue] = {a.END_NS.key: end}
+        return replace(span, end_ns=end_ns, attributes={**span.attributes, **moved})
+
+    timeline = build_timeline(edited(story.trace(), later))
+    [visit] = timeline.visits_of("decode.gap")
+    assert visit.end_ns == timeline.total_ns
+    assert visit.cause is not None
+    assert visit.cause.for_ns == visit.cause.explained_ns == visit.duration_ns
+    assert visit.duration_ns == timeline.detail_ns("decode.generate", "decode.gap")
+    [line] = gap_lines(timeline)
+    assert line.endswith("gap, 100 %")
+    assert "7.0" not in line
+
+
+def test_pause_of_a_process_explains_no_more_than_it_lasted() -> None:
+    """It is in force until the stage ends, but the process went on before that."""
+
+    def paused(span: Span) -> Span:
+        if span.name != "prefill.compute":
+            return span
+        told: dict[str, AttrValue] = {a.WAIT_REASON.key: "process_paused", a.WAIT_NEEDED.key: 400}
+        event = Event(name="pd.wait", time_ns=span.start_ns + 100 * MS, attributes=told)
+        return replace(span, events=(event,), attributes={**span.attributes, **told})
+
+    timeline = build_timeline(edited(Story().stalled("prefill.compute", 2.0).trace(), paused))
+    [wait] = timeline.visits_of("prefill.compute")[0].waits
+    assert (wait.reason, wait.for_ns) == ("process_paused", 400 * MS)
+    assert "stood still for 400 ms" in describe_wait(wait)
+
+
+def test_pause_that_was_over_when_a_stage_began_explains_nothing_of_it() -> None:
+    told: dict[str, AttrValue] = {a.WAIT_REASON.key: "process_paused", a.WAIT_NEEDED.key: 400}
+
+    def paused(span: Span) -> Span:
+        if span.name != "hop.dispatch":
+            return span
+        event = Event(name="pd.wait", time_ns=span.start_ns - 401 * MS, attributes=told)
+        return replace(span, events=(event,), attributes={**span.attributes, **told})
+
+    [visit] = build_timeline(edited(Story().trace(), paused)).visits_of("hop.dispatch")
+    assert (visit.waits, visit.cause) == ((), None)
 
 
 def test_steps_attempts_and_stuck_reports_are_read() -> None:

@@ -115,7 +115,7 @@ def test_pause_of_the_process_is_not_what_the_loop_was_at_by_chance(doing: Doing
         pauses=[(50 * MS, 900 * MS), (60 * MS, 950 * MS)],  # noticed twice
         change=change,
     )
-    assert found == (GapCause.UNKNOWN, pytest.approx(0.9, abs=0.1), None)
+    assert found == (GapCause.PROCESS_PAUSED, pytest.approx(0.9, abs=0.1), None)
 
 
 def test_pause_while_the_sequence_was_away_counts_once() -> None:
@@ -213,8 +213,12 @@ def test_parts_never_exceed_the_gap_and_the_largest_one_is_named(
     )
     away = sum(sum(by.values()) for by in account.away.values())
     inside = [*account.prompts.values(), *account.landings.values(), account.step_ns]
-    assert away + sum(inside) + account.loop_ns + account.lost_ns == account.gap_ns == length
-    assert min([account.loop_ns, account.lost_ns, *inside]) >= 0
+    assert (
+        away + sum(inside) + account.loop_ns + account.paused_ns + account.lost_ns
+        == account.gap_ns
+        == length
+    )
+    assert min([account.loop_ns, account.paused_ns, account.lost_ns, *inside]) >= 0
     parts = gap_parts(account, change)
     assert all(ns >= 0 for ns in parts.values())
     assert sum(parts.values()) + min(account.step_ns, usual) <= length

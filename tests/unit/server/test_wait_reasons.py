@@ -393,6 +393,79 @@ def copies_are_open(bench: Bench) -> Waits:
     return waits(cluster, Role.PREFILL, "r1", "prefill.hold")
 
 
+# -- a process that stands still ----------------------------------------------------------------
+
+
+def paused(ms: int) -> tuple[Any, ...]:
+    return (Why.PROCESS_PAUSED, ms, None, None, None, ())
+
+
+def frozen_step(cluster: Cluster, instance: str, ms: float) -> None:
+    """Let a worker's process stand still in the next step of any worker."""
+    usual = cluster.step_time
+
+    def once(_: StepShape) -> float:
+        cluster.step_time = usual
+        cluster.stand_still(instance, ms)
+        return 0.001
+
+    cluster.step_time = once
+
+
+@waits_in("prefill.compute", "pause", paused(4000))
+def prefill_is_stopped_in_a_pass(bench: Bench) -> Waits:
+    cluster = bench.make_cluster(settings=config())
+    cluster.submit(prompt(5))
+    frozen_step(cluster, "prefill-0", 4000)
+    cluster.settle()
+    return waits(cluster, Role.PREFILL, "r1", "prefill.compute")
+
+
+@waits_in(
+    "decode.reserve",
+    "pause",
+    (Why.KV_PAGES, 5, 3, 12, 0, ("r1",)),
+    paused(4000),
+    (Why.KV_PAGES, 5, 3, 12, 0, ("r1",)),
+)
+def decode_is_stopped_while_one_waits(bench: Bench) -> Waits:
+    """What it waited for before the pause it waits for again behind it."""
+    cluster = bench.make_cluster(settings=config(), step_ms=1)
+    cluster.submit(prompt(36), max_tokens=8)
+    cluster.submit(prompt(17, first=50))
+    for _ in range(5):
+        cluster.step()
+    cluster.stand_still("decode-0", 4000)
+    cluster.settle()
+    return waits(cluster, Role.DECODE, "r2", "decode.reserve")
+
+
+@waits_in("hop.dispatch", "pause", paused(4000))
+def request_comes_while_decode_is_stopped(bench: Bench) -> Waits:
+    cluster = bench.make_cluster(settings=config())
+    cluster.submit(prompt(5))
+    cluster.stand_still("decode-0", 4000)
+    cluster.settle()
+    return waits(cluster, Role.DECODE, "r1", "hop.dispatch")
+
+
+@waits_in("decode.gap", "pause", (GapCause.PROCESS_PAUSED, 4.0, None))
+def token_is_late_because_decode_was_stopped(bench: Bench) -> Waits:
+    """Nobody is blamed, and the request waits for nothing."""
+    cluster = bench.make_cluster(settings=config(gap_threshold_s=0.05), step_ms=1)
+    cluster.submit(prompt(5), max_tokens=8)
+    until(cluster, DecodeState.RUNNING)
+    cluster.step()
+    frozen_step(cluster, "decode-0", 4000)
+    cluster.step()
+    cluster.submit(prompt(5, first=50), max_tokens=8)
+    cluster.settle()
+    mine = [r for r in cluster.marks(Role.DECODE) if r.key == 1]
+    assert Mark.WAITING not in {r.mark for r in mine}
+    gaps = [r for r in mine if r.mark is Mark.TOKEN_GAP]
+    return [(r.values[2], pytest.approx(r.values[3], abs=0.01), r.values[6]) for r in gaps]
+
+
 # -- colocated ------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,36 @@
+"""Help pages whose option names are never broken at a hyphen. Knows nothing of what they say."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from typer.core import TyperCommand
+
+_OPTION = re.compile(r"--[a-z][a-z-]*")
+_UNBROKEN = "\N{NON-BREAKING HYPHEN}"
+
+
+class WholeWords(TyperCommand):
+    """A command, for `typer.Typer.command(cls=)`.
+
+    Lines of a help page are broken at spaces and at hyphens: `--prefill-` at the end of one line is
+    no option that exists.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        for part in (self, *self.params):
+            help_text = getattr(part, "help", None)
+            if isinstance(help_text, str):
+                setattr(part, "help", _OPTION.sub(_unbroken, help_text))  # noqa: B010 - any kind
+        if self.epilog:
+            self.epilog = _OPTION.sub(_unbroken, self.epilog)
+
+    def get_help(self, ctx: Any) -> str:
+        """The page, with the hyphens that users type."""
+        return super().get_help(ctx).replace(_UNBROKEN, "-")
+
+
+def _unbroken(match: re.Match[str]) -> str:
+    return match[0].replace("-", _UNBROKEN)
