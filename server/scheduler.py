@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from typing import Generic
 
-from pdtrace.recorder import MAX_BLOCKERS, Recorder
+from pdtrace.recorder import MAX_BLOCKERS
 from pdtrace.stages import (
     STAGE_BY_NAME,
     Gauge,

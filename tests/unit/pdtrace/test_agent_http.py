@@ -25,6 +25,7 @@ from pdtrace.agent.endpoint import (
     read_address,
 )
 from pdtrace.inflight import InFlight, Look
+from pdtrace.stages import STAGES
 
 
 def request(number: int, *, stage: str = "transfer") -> InFlight:
