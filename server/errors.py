@@ -35,10 +35,14 @@ class IntegrityError(ServerError):
 
 
 class RequestError(ServerError):
-    """One request cannot be served; `http_status` is what the gateway answers."""
+    """One request cannot be served; `http_status` is what the gateway answers.
+
+    retry_after_s   for the Retry-After header of 429 and 503; None: the gateway knows best
+    """
 
     code = "request_failed"
     http_status = 500
+    retry_after_s: int | None = None
 
 
 class InvalidRequest(RequestError):
@@ -66,13 +70,18 @@ class InvalidRequest(RequestError):
 
 
 class Overloaded(RequestError):
-    """No room. `retry_after_s` goes into the Retry-After header."""
+    """No room."""
 
     code = "overloaded"
     http_status = 503
 
     def __init__(
-        self, message: str, *, retry_after_s: int = 1, status: int = 503, code: str = "overloaded"
+        self,
+        message: str,
+        *,
+        retry_after_s: int | None = None,
+        status: int = 503,
+        code: str = "overloaded",
     ) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s

@@ -108,7 +108,8 @@ class HeartbeatThread:
     `stop` sends a last beat with `draining` set. What a peer does not take, because its connection
     is lost, is said again every `RETRY_S` until it does: a process that starts again at its address
     hears of everybody as soon as it can be reached. Answers arrive in the process's inbox;
-    `round_trips` matches them; `taken` are the requests that it names.
+    `round_trips` matches them; `taken` are the requests that it names, `denied` counts connections
+    that were not let in, by plane.
     """
 
     def __init__(
@@ -124,9 +125,11 @@ class HeartbeatThread:
         clock: Clock = SYSTEM_CLOCK,
         make_outbox: MakeOutbox = Outbox,
         num_malformed: Callable[[], int] = lambda: 0,
+        denied: Callable[[], dict[str, int]] = dict[str, int],
     ) -> None:
         self._config = config
         self._num_malformed = num_malformed
+        self._denied = denied
         self._progress = progress
         self._info = info
         self._layout = layout
@@ -211,6 +214,7 @@ class HeartbeatThread:
                 ignored=self._ignored(state),
                 heard=taken.heard,
                 taken=taken.ids,
+                denied=self._denied(),
             ),
         )
 

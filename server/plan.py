@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from pdtrace.stages import Role
 from server.config import COLOCATED, PD, ProcessConfig, Settings
 from server.disk_cache import DiskCache
 from server.engine.config import load_config
@@ -34,11 +35,12 @@ def plan_processes(
     two hosts, and the bytes cross a TCP connection on loopback.
     """
     gateway = endpoint("gateway-0")
+    keyless = _without_key(settings)
 
     def process(role: str, index: int, **extra: str | int | None) -> ProcessConfig:
         instance = f"{role}-{index}"
         fields = {
-            "settings": settings,
+            "settings": settings if role == Role.GATEWAY else keyless,
             "role": role,
             "instance": instance,
             "incarnation": secrets.token_hex(8),
@@ -84,13 +86,18 @@ def plan_processes(
 def agent_config(settings: Settings, *, endpoint: Callable[[str], str]) -> ProcessConfig:
     """The recording's agent; it speaks to no other process."""
     return ProcessConfig(
-        settings=settings,
+        settings=_without_key(settings),
         role=AGENT,
         instance=AGENT,
         incarnation=secrets.token_hex(8),
         endpoint=endpoint(AGENT),
         gateway_endpoint=endpoint("gateway-0"),
     )
+
+
+def _without_key(settings: Settings) -> Settings:
+    """For those who never see a client: what they are told lies in a file."""
+    return msgspec.structs.replace(settings, api_key=None)
 
 
 def successor(config: ProcessConfig) -> ProcessConfig:

@@ -94,6 +94,7 @@ def serve(
             clock=clock,
             make_outbox=heartbeat_outbox(injector, keys),
             num_malformed=lambda: inbox.counters.malformed,
+            denied=lambda: {"control": inbox.counters.denied},
         )
         disturb(worker, injector, config.settings.faults)
         _discard_others_mail(inbox, config.instance)

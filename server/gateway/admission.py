@@ -110,15 +110,16 @@ class Admission:
     def _longest_running(self) -> tuple[str, ...]:
         return tuple(islice(self._admitted.values(), MAX_BLOCKERS))
 
-    def release(self, key: str) -> None:
-        """Give a place back, or leave the queue; unknown keys do nothing."""
+    def release(self, key: str) -> bool:
+        """Give a place back, or leave the queue, if it has either; whether it had a place."""
         self._waiting.pop(key, None)
         if self._admitted.pop(key, None) is None:
-            return
+            return False
         while self._waiting and len(self._admitted) < self._max_concurrency:
             next_key, (request_id, on_admitted) = self._waiting.popitem(last=False)
             self._admitted[next_key] = request_id
             on_admitted()
+        return True
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when somebody waits although there is a place."""

@@ -48,7 +48,6 @@ class QueueTimedOut(DeadlineExceeded):
     """The request waited in the gateway's queue for longer than `gateway_queue_s`."""
 
     http_status = 503
-    retry_after_s = 1
 
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message, stage="gateway.queue")

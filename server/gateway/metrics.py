@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 import pdtrace
 from pdtrace.agent.buckets import duration_edges_from
-from pdtrace.stages import Outcome
+from pdtrace.stages import Outcome, Role
 from server.errors import WorkerLost
 from server.gateway.openai_api import Operation
 from server.gateway.registry import MemberReport, MemberState
@@ -36,29 +36,43 @@ MEASURED_STAGES = ("gateway.ingest", "gateway.queue", "gateway.route", "gateway.
 _logger = logging.getLogger(__name__)
 
 
-class _IgnoredByWorkers(Collector):
-    """What the processes' heartbeats say of messages that changed nothing."""
+class _ToldByMembers(Collector):
+    """What the processes' heartbeats say of messages that changed nothing, and of connections that
+    were not let in; of these also the gateway's own."""
 
-    def __init__(self, members: Callable[[], Iterable[MemberReport]]) -> None:
+    def __init__(
+        self, members: Callable[[], Iterable[MemberReport]], denied_here: Callable[[], int]
+    ) -> None:
         self._members = members
+        self._denied_here = denied_here
 
     def describe(self) -> Iterable[CounterMetricFamily]:
-        return [self._family()]
+        return self._families()
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        family = self._family()
+        ignored, denied = self._families()
+        denied.add_metric((f"{Role.GATEWAY}-0", "control"), self._denied_here())
         for report in self._members():
             for key, count in sorted(report.ignored.items()):
                 why, _, kind = key.partition(".")
-                family.add_metric((report.instance, why, kind), count)
-        return [family]
+                ignored.add_metric((report.instance, why, kind), count)
+            for plane, count in sorted(report.denied.items()):
+                denied.add_metric((report.instance, plane), count)
+        return [ignored, denied]
 
     @staticmethod
-    def _family() -> CounterMetricFamily:
-        return CounterMetricFamily(
-            "pd_messages_ignored",
-            "Messages that changed nothing at a process: why, and of which type.",
-            labels=("process", "why", "type"),
+    def _families() -> tuple[CounterMetricFamily, CounterMetricFamily]:
+        return (
+            CounterMetricFamily(
+                "pd_messages_ignored",
+                "Messages that changed nothing at a process: why, and of which type.",
+                labels=("process", "why", "type"),
+            ),
+            CounterMetricFamily(
+                "pd_connections_denied",
+                "Connections of other processes that were not let in: keys or secrets differ.",
+                labels=("process", "plane"),
+            ),
         )
 
 
@@ -166,7 +180,9 @@ class GatewayMetrics:
             ("role", "instance"),
             registry=self.registry,
         )
-        self.registry.register(_IgnoredByWorkers(members))
+        self.denied = 0
+        """Connections that this process did not let in."""
+        self.registry.register(_ToldByMembers(members, lambda: self.denied))
         # A series that appears with its first event hides that event from rate().
         self._retries.labels(WorkerLost.code, Outcome.COMPLETED)
         for operation in Operation:

@@ -58,12 +58,14 @@ from server.gateway.errors import (
 from server.gateway.mailbox import Mailbox
 from server.gateway.metrics import GatewayMetrics
 from server.gateway.now import Now
+from server.gateway.open_calls import OpenCalls
 from server.gateway.openai_api import GenerationRequest, Operation
 from server.gateway.openai_bodies import BODIES, Usage
 from server.gateway.prompt import PromptEncoder, output_budget
 from server.gateway.relay import OutputStream
 from server.gateway.responder import Responder, StreamResponder, WholeResponder
 from server.gateway.retry import may_retry
+from server.gateway.retry_after import DrainRate, retry_after_s
 from server.gateway.routing import PairChoice, RouteRequest
 from server.log_fields import logged
 from server.tokenizer import Tokenizer
@@ -120,13 +122,12 @@ class Gateway:
             ignored=self.metrics.ignored,
             now=self.now,
         )
+        self._drain_rate = DrainRate(self.now.s())
         self._recorder = recorder
         self._tokenizer = tokenizer
         self._encoder = PromptEncoder(tokenizer)
-        self._calls: set[Call] = set()
+        self._calls = OpenCalls()
         self._queued: dict[str, Call] = {}  # those without a place, by admission key
-        self._no_calls = asyncio.Event()
-        self._no_calls.set()
 
     def is_ready(self) -> bool:
         """Whether a generation is possible."""
@@ -189,7 +190,6 @@ class Gateway:
         receive   tells when the client disconnects, once `read` is through
         """
         self._calls.add(call)
-        self._no_calls.clear()
         watcher: asyncio.Task[None] | None = None
         try:
             if self.stopping:
@@ -217,26 +217,16 @@ class Gateway:
                 watcher.cancel()
             call.trace.end()
             self._calls.discard(call)
-            if not self._calls:
-                self._no_calls.set()
 
     async def shutdown(self, grace_s: float) -> None:
         """Take no more requests; give open ones `grace_s`, then end them with an error."""
         self.stopping = True
-        if not await self._calls_ended(grace_s):
+        if not await self._calls.ended(grace_s):
             _logger.info("ending %d requests that are still open", len(self._calls))
         for call in self._calls:
             call.mailbox.interrupt(_shutting_down())
-        await self._calls_ended(SHUTDOWN_ANSWER_S)
+        await self._calls.ended(SHUTDOWN_ANSWER_S)
         self._encoder.close()
-
-    async def _calls_ended(self, timeout_s: float) -> bool:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._no_calls.wait()
-        except TimeoutError:
-            return False
-        return True
 
     # -- the steps ----------------------------------------------------------------------------
 
@@ -389,8 +379,8 @@ class Gateway:
 
     def _give_back_place(self, call: Call) -> None:
         """A place is free when the workers are: behind the request's last attempt."""
-        if call.is_over and call.num_open == 0:
-            self.admission.release(call.admission_key)
+        if call.is_over and call.num_open == 0 and self.admission.release(call.admission_key):
+            self._drain_rate.freed(self.now.s())
 
     async def _relay(self, call: Call, attempt: Attempt, output: OutputStream) -> None:
         """Tokens to the client until the last one is there. Raises what ended them before."""
@@ -452,6 +442,9 @@ class Gateway:
         if outcome is not Outcome.REJECTED and not isinstance(error, LegFailed):
             call.trace.abort(outcome, error.code, by)
         self._let_go(call, outcome, by, error.code)
+        if error.retry_after_s is None:
+            per_s = self._drain_rate.per_s(self.now.s())
+            error.retry_after_s = retry_after_s(self.admission.waiting, per_s)
         try:
             if not isinstance(error, ClientGone):
                 await call.responder.fail(error)

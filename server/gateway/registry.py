@@ -47,6 +47,7 @@ class MemberReport:
     heartbeat_age_s   seconds since its last heartbeat
     reason            why it is not ready, None when it is
     ignored           messages without effect since it started, as "why.Type"
+    denied            connections that it did not let in since, by plane
     """
 
     instance: str
@@ -56,6 +57,7 @@ class MemberReport:
     heartbeat_age_s: float
     reason: str | None
     ignored: Mapping[str, int] = field(default_factory=dict[str, int])
+    denied: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -253,6 +255,7 @@ class Registry:
             heartbeat_age_s=max(0.0, now_s - member.seen_s),
             reason=reason,
             ignored=member.heartbeat.ignored,
+            denied=member.heartbeat.denied,
         )
 
     def _progress_age_s(self, member: _Member, now_s: float) -> float:

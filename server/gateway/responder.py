@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from starlette.types import Send
 
-from server.errors import Overloaded, RequestError
-from server.gateway.errors import CLIENT_STALLED, ClientGone, QueueTimedOut
+from server.errors import RequestError
+from server.gateway.errors import CLIENT_STALLED, ClientGone
 from server.gateway.openai_bodies import DONE, Bodies, Usage, error_body, event, json_bytes
+from server.gateway.retry_after import MIN_S
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 _SSE_HEADERS: RawHeaders = (
@@ -169,8 +170,7 @@ class WholeResponder(Responder):
 def error_headers(error: RequestError) -> RawHeaders:
     """Headers that belong to an error's status."""
     if error.http_status in (429, 503):
-        seconds = error.retry_after_s if isinstance(error, Overloaded | QueueTimedOut) else 1
-        return [(b"retry-after", str(seconds).encode())]
+        return [(b"retry-after", str(error.retry_after_s or MIN_S).encode())]
     if error.http_status == 401:
         return [(b"www-authenticate", b"Bearer")]
     return []

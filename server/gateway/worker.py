@@ -182,6 +182,7 @@ async def _tick(gateway: Gateway, inbox: InboxCounters, every_s: float) -> None:
     while True:
         try:
             gateway.tick()
+            gateway.metrics.denied = inbox.denied
             for _ in range(inbox.malformed - malformed):
                 gateway.metrics.ignored("malformed")
                 malformed += 1

@@ -77,6 +77,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     ignored          messages without effect since its start, as "why.Type"
     heard            latest of the gateway's answers that the loop has taken in, by `seq`; 0: none
     taken            handoffs whose request has come and that the gateway may not know of yet
+    denied           connections that were not let in since its start, by plane: control, transfer
     """
 
     peer: Peer
@@ -92,6 +93,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     ignored: dict[str, int] = {}
     heard: int = 0
     taken: tuple[str, ...] = ()
+    denied: dict[str, int] = {}
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):

@@ -39,6 +39,8 @@ INBOX_MESSAGES = 10_000
 OUTBOX_MESSAGES = 1_000
 OUTBOX_UNCONNECTED = 64
 """Sockets of an outbox at whose other end nobody is, of about four descriptors each."""
+REFUSED_ENDPOINTS = 256
+"""Endpoints of which an outbox remembers how many messages it refused."""
 LINGER_S = 0.2
 _POLL_MS = 100  # how long a close waits for the I/O thread at most
 _FULL_PAUSE_S = 0.005
@@ -374,10 +376,19 @@ class _Peer:
 
 @dataclass(slots=True)
 class OutboxCounters:
-    """What an outbox did, and the messages it refused per endpoint."""
+    """What an outbox did, and the messages it refused per endpoint, of the REFUSED_ENDPOINTS that
+    were refused latest: peers come and go, each at an endpoint of its own."""
 
     sent: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
+    refused: OrderedDict[str, int] = field(default_factory=OrderedDict[str, int])
+
+    def refuse(self, endpoint: str) -> int:
+        """Count one; how many there were to `endpoint`."""
+        count = self.refused[endpoint] = self.refused.get(endpoint, 0) + 1
+        self.refused.move_to_end(endpoint)
+        while len(self.refused) > REFUSED_ENDPOINTS:
+            self.refused.popitem(last=False)
+        return count
 
 
 class Outbox:
@@ -494,8 +505,7 @@ class Outbox:
             self.forget(absent[0])
 
     def _refuse(self, endpoint: str, why: str = "") -> bool:
-        num_refused = self.counters.refused.get(endpoint, 0) + 1
-        self.counters.refused[endpoint] = num_refused
+        num_refused = self.counters.refuse(endpoint)
         if num_refused == 1:
             peer = self._peers.get(endpoint)
             # A lost peer is everyday business (a stop, a restart); all else is not.

@@ -33,6 +33,7 @@ def gateway(accept: str) -> str:
         heartbeat_age_s=0.1,
         reason=None,
         ignored={"late.CopyDone": 2},
+        denied={"control": 1},
     )
     metrics = GatewayMetrics(
         model="m", in_flight=lambda: 1, waiting=lambda: 0, members=lambda: [member]

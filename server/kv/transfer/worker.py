@@ -537,7 +537,8 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
     with contextlib.ExitStack() as stack:
         clock = process_clock(config)
         injector = make_injector(config, clock)
-        transfer = faulty_transfer(_make_transfer(config, clock, injector), injector)
+        mover = _make_transfer(config, clock, injector)
+        transfer = faulty_transfer(mover, injector)
         stack.callback(transfer.close)
         stack.enter_context(stop_on_signals(stop, transfer.wake))
         keys = load_keys(config.settings.curve_keys)
@@ -567,6 +568,10 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
             clock=clock,
             make_outbox=heartbeat_outbox(injector, keys),
             num_malformed=lambda: inbox.counters.malformed,
+            denied=lambda: {
+                "control": inbox.counters.denied,
+                "transfer": mover.num_refused if isinstance(mover, TcpTransfer) else 0,
+            },
         )
         heartbeat.start()
         stack.callback(heartbeat.stop)

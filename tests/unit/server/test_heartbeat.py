@@ -16,6 +16,7 @@ from server.config import ProcessConfig, Settings
 from server.heartbeat import HeartbeatThread, Progress
 from server.kv.layout import KvLayout
 from server.kv.pool import PoolDescriptor
+from server.taken import TakenRequests
 from server.wire.endpoints import IPC
 from server.wire.messages import AnyMessage, Heartbeat, RegisterPool, WorkerLoad
 from server.wire.sockets import Inbox
@@ -167,6 +168,24 @@ def test_sequence_and_send_time_grow(gateway: Inbox) -> None:
     assert [beat.seq for beat in beats] == [1, 2, 3, 4]
     times = [before_ns, *(beat.sent_ns for beat in beats), SYSTEM_CLOCK.monotonic_ns()]
     assert times == sorted(times)
+    thread.stop()
+
+
+def test_requests_taken_in_are_named_until_that_was_answered(gateway: Inbox) -> None:
+    taken = TakenRequests()
+    taken.take("h1")
+    thread = HeartbeatThread(
+        config(gateway, None, 0.005), Progress(), taken=taken, denied=lambda: {"control": 3}
+    )
+    thread.start()
+    beats = [next_beat(gateway) for _ in range(3)]
+    assert [(beat.heard, beat.taken) for beat in beats] == 3 * [(0, ("h1",))]
+    assert beats[0].denied == {"control": 3}
+    taken.heard(beats[1].seq)
+    taken.take("h2")
+    while (beat := next_beat(gateway)).taken != ("h2",):
+        assert beat.taken in (("h1",), ())
+    assert beat.heard == beats[1].seq
     thread.stop()
 
 

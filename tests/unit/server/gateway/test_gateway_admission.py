@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.errors import IntegrityError, Overloaded
-from server.gateway.admission import Admission
+from server.gateway.admission import QUEUE_FULL, Admission
 
 
 def unexpected() -> None:
@@ -39,7 +39,7 @@ def test_room_is_kept_for_who_approaches_and_nobody_beyond_it_begins() -> None:
             admission.approaching(),
         ):
             raise AssertionError("let in")
-        assert (refusal.value.http_status, refusal.value.retry_after_s) == (429, 1)
+        assert (refusal.value.http_status, refusal.value.code) == (429, QUEUE_FULL)
         with admission.approaching():
             pass
     assert admission.enter("a", "a", unexpected) is None

@@ -27,7 +27,14 @@ from server.wire.messages import (
     WireError,
     encode,
 )
-from server.wire.sockets import OUTBOX_UNCONNECTED, AsyncInbox, Inbox, Outbox, Received
+from server.wire.sockets import (
+    OUTBOX_UNCONNECTED,
+    REFUSED_ENDPOINTS,
+    AsyncInbox,
+    Inbox,
+    Outbox,
+    Received,
+)
 
 TRANSFER = Peer(instance="transfer-0", endpoint="ipc:///run/t", incarnation="dd")
 
@@ -217,6 +224,18 @@ def test_sending_to_nobody_never_blocks_and_close_names_the_peer(
         outbox.close()
     assert time.monotonic() - start < 1.0
     assert f"5 messages for {endpoint} were not delivered" in caplog.text
+
+
+def test_refusals_are_remembered_of_so_many_endpoints_alone() -> None:
+    """As those who never get a socket are never forgotten with it."""
+    outbox = Outbox()
+    endpoints = [f"tcp://192.0.2.1:{7000 + number}" for number in range(REFUSED_ENDPOINTS + 20)]
+    for endpoint in (*endpoints, endpoints[-1]):
+        assert not outbox.send(endpoint, drained("h"))
+    refused = outbox.counters.refused
+    assert list(refused) == endpoints[20:]
+    assert refused[endpoints[-1]] == 2
+    outbox.close()
 
 
 def test_messages_wait_for_a_peer_that_starts_later(sock_dir: Path, outbox: Outbox) -> None:
