@@ -156,10 +156,14 @@ def up(
     preempted_pages: Annotated[
         int,
         typer.Option(
-            help="KV pages of preempted requests that a worker keeps in host memory; beyond it the "
-            "youngest of them fails."
+            help="KV pages of preempted requests that a worker keeps in host memory; what is beyond "
+            "it is computed again."
         ),
     ] = DEFAULTS.preempted_pages,
+    max_recomputes: Annotated[
+        int,
+        typer.Option(help="How often a worker computes the KV of one preempted request again."),
+    ] = DEFAULTS.max_recomputes,
     reserve_output_tokens: Annotated[
         int, typer.Option(help="Output tokens for which decode reserves room beyond the prompt.")
     ] = DEFAULTS.reserve_output_tokens,
@@ -278,6 +282,7 @@ def up(
             max_running=max_running,
             max_waiting=max_waiting,
             preempted_pages=preempted_pages,
+            max_recomputes=max_recomputes,
             reserve_output_tokens=reserve_output_tokens,
             max_concurrency=max_concurrency,
             max_queue=max_queue,

@@ -40,7 +40,6 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _WITHOUT_FLAG = frozenset(
     {
         "max_body_bytes",
-        "max_recomputes",
         "heartbeat_s",
         "dead_after_s",
         "stalled_after_s",
