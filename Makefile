@@ -13,10 +13,10 @@ SOAK_ARGS ?=
 # The environment's settings for other Pythons must not reach this one.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-.PHONY: help setup demo test check fix bench soak lock clean
+.PHONY: help setup demo test check fix bench soak loadgen lock clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## create or update .venv (no-op when up to date)
 	@.ci/setup $(PYTHON)
@@ -49,12 +49,17 @@ bench: setup ## run the benchmarks; each ends with one JSON line
 soak: setup ## random faults under load, and what is left of it; 10 minutes, or SECONDS=60
 	@$(VENV)/python -m tests.soak --seconds $(SECONDS) $(SOAK_ARGS)
 
-lock: setup ## resolve requirements/dev.txt anew from pyproject.toml
-	$(VENV)/uv pip compile pyproject.toml --extra server --extra dashboards --extra dev --universal \
+loadgen: setup ## create or update .venv-loadgen: aiperf, which the tests run against the server
+	@.ci/loadgen
+
+lock: setup ## resolve requirements/ anew from pyproject.toml
+	$(VENV)/uv pip compile pyproject.toml --extra otlp --extra server --extra dashboards --extra dev --universal \
 	  --python-version 3.11 --generate-hashes --no-header --no-annotate --no-emit-index-url \
 	  --output-file requirements/dev.txt
+	$(VENV)/uv pip compile --group loadgen --universal --python-version 3.11 --generate-hashes \
+	  --no-header --no-annotate --no-emit-index-url --output-file requirements/loadgen.txt
 
-clean: ## remove .venv and caches; recordings in run/ stay
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+clean: ## remove environments and caches; recordings in run/ stay
+	rm -rf .venv .venv-loadgen build dist .pytest_cache .ruff_cache .hypothesis
 	find pdtrace server tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 	@[ ! -d run ] || echo "kept: run/ (recordings); remove it by hand"

@@ -1,4 +1,4 @@
-"""The command line of the server: `python -m server up`, `inject` and `demo`.
+"""The command line of the server: `python -m server up`, `inject`, `keys`, `tokenizer`, `demo`.
 
 Owns option names and what is printed; settings and defaults are `server.config`, starting and
 stopping is `server.launch`. `pdtrace` is another program (`pdtrace.cli`).
@@ -395,6 +395,32 @@ def keys(
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_START_ERROR) from error
     print(f"Keys are in {directory}. Copy it to each host, and keep it private.")
+
+
+@app.command(cls=WholeWords)
+def tokenizer(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that does not exist.")],
+    model: Annotated[
+        str | None, typer.Option(help="A GGUF file. Default: as with `up`.")
+    ] = DEFAULTS.model,
+) -> None:
+    """Write a GGUF model's tokenizer as a Hugging Face folder, for load generators.
+
+    They count tokens with it; see docs/load-testing.md.
+    """
+    # These take a third of a second to import, which no other command needs.
+    from server.engine.errors import ModelError  # noqa: PLC0415
+    from server.tokenizer_folder import write_tokenizer_folder  # noqa: PLC0415
+
+    try:
+        write_tokenizer_folder(model, directory)
+    except FileExistsError as error:
+        print(f"error: {directory} exists: name a folder that does not", file=sys.stderr)
+        raise typer.Exit(EXIT_START_ERROR) from error
+    except (ModelError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_START_ERROR) from error
+    print(f"The tokenizer is in {directory}.")
 
 
 @app.command(cls=WholeWords)

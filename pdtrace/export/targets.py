@@ -11,6 +11,7 @@ SDK that are not public; each is checked once, and what does not fit is done by 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import sys
@@ -237,7 +238,11 @@ def otlp_grpc_target(endpoint: str, limits: SpanLimits | None = None) -> Target:
         OTLPSpanExporter,
     )
 
-    exporter = OTLPSpanExporter(endpoint=endpoint, channel_options=GRPC_CHANNEL_OPTIONS)  # pyright: ignore[reportArgumentType] it takes any number of options of any type
+    make: Any = OTLPSpanExporter  # it takes any number of channel options of any type, or none yet
+    if "channel_options" in inspect.signature(make).parameters:
+        exporter = make(endpoint=endpoint, channel_options=GRPC_CHANNEL_OPTIONS)
+    else:
+        exporter = make(endpoint=endpoint)
     name = f"OTLP over gRPC to {endpoint}"
     if _has(exporter, "_channel", "_headers", "_timeout"):
         return _GrpcTarget(name, exporter, _encoder(limits))
