@@ -109,7 +109,12 @@ class _SdkTarget:
                 self._exporter.shutdown()
 
     def _send(self, spans: Sequence[Span]) -> Answer:
-        if self._exporter.export(limited_readable_spans(spans, self._limits)).name == "SUCCESS":
+        readable = limited_readable_spans(spans, self._limits)
+        try:
+            result = self._exporter.export(readable)
+        except OSError as error:  # OTLP over HTTP before 1.40 lets connections' errors through
+            return Answer(sent=Sent.RETRY, reason=one_line(str(error)), code="unreachable")
+        if result.name == "SUCCESS":
             return TAKEN
         # The SDK does not say why; it has tried again by itself already.
         return Answer(sent=Sent.RETRY, reason=one_line(self._said.text))

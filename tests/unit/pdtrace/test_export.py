@@ -613,6 +613,29 @@ def test_any_sdk_exporter_can_be_a_target() -> None:
     assert encode_spans(exporter.spans) == encode_request(SPANS)
 
 
+def test_sdk_exporter_that_raises_a_connections_error_gets_the_spans_again() -> None:
+    """As OTLP over HTTP of OpenTelemetry 1.39 and older does when nobody listens."""
+
+    class Refused(KeepingSdkExporter):
+        refusals = 2
+
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            if self.refusals:
+                self.refusals -= 1
+                raise ConnectionRefusedError(111, "Connection refused")
+            return super().export(spans)
+
+    exporter = Refused()
+    target = sdk_target("mine", exporter)
+    refused = target.send(SPANS)
+    assert (refused.sent, refused.code) == (Sent.RETRY, "unreachable")
+    assert "Connection refused" in refused.reason
+    queue = ExportQueue([target], limits=EAGER)
+    queue.submit(SPANS)
+    queue.close(30)
+    assert len(exporter.spans) == len(SPANS)
+
+
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_encoder_that_does_not_fit_the_sdk_falls_back_to_the_compatible_path(
     monkeypatch: pytest.MonkeyPatch, protocol: str

@@ -80,7 +80,7 @@ def test_models_without_a_gguf_file_are_refused(tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         (["."], "error: . exists: name a folder that does not"),
-        (["new", "--model", "missing"], "error: no model at missing: expected a GGUF file or"),
+        (["new", "--model", "missing"], "error: no model at missing: expected a GGUF file"),
     ],
 )
 def test_refusal_is_one_line_and_exit_code_2(
