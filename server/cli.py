@@ -27,7 +27,7 @@ from server.injection.client import ANSWER_S, FaultClient
 from server.injection.fault import Fault
 from server.injection.script import parse_faults, read_faults
 from server.launch import Launcher, run_server
-from server.process import EXIT_START_ERROR
+from server.process import EXIT_START_ERROR, leave
 from server.rundir import LATEST, timestamped
 from server.wire.curve import make_keys
 
@@ -460,5 +460,9 @@ def describe(launcher: Launcher, console: Console) -> None:
 
 
 def main() -> None:
-    """Entry of `python -m server`."""
-    app(prog_name="python -m server")
+    """Entry of `python -m server`. Ends the process: once a server has stopped, taking this
+    interpreter apart would take longer on a busy machine than stopping the server did."""
+    try:
+        app(prog_name="python -m server")
+    except SystemExit as end:
+        leave(end.code if isinstance(end.code, int) else int(end.code is not None))
