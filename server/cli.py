@@ -66,6 +66,11 @@ class Transfer(StrEnum):
     TCP = "tcp"
 
 
+class Control(StrEnum):
+    IPC = "ipc"
+    TCP = "tcp"
+
+
 class DType(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -156,8 +161,8 @@ def up(
     preempted_pages: Annotated[
         int,
         typer.Option(
-            help="KV pages of preempted requests that a worker keeps in host memory; what is beyond "
-            "it is computed again."
+            help="KV pages of preempted requests that a worker keeps in host memory; what is "
+            "beyond it is computed again."
         ),
     ] = DEFAULTS.preempted_pages,
     max_recomputes: Annotated[
@@ -219,6 +224,13 @@ def up(
     record: Annotated[
         bool, typer.Option("--record/--no-record", help="Record marks and run the agent.")
     ] = DEFAULTS.record,
+    control: Annotated[
+        Control,
+        typer.Option(
+            help="What messages between processes go over; ipc: Unix sockets; tcp: ports on "
+            "loopback, encrypted, as between hosts (needs --curve-keys)."
+        ),
+    ] = Control(DEFAULTS.control),
     curve_keys: Annotated[
         Path | None,
         typer.Option(
@@ -274,6 +286,7 @@ def up(
             first_token=first_token.value,
             transfer=transfer.value,
             verify_copies=verify_copies,
+            control=control.value,
             curve_keys=None if curve_keys is None else str(curve_keys.absolute()),
             page_size=page_size,
             prefill_pages=prefill_pages,
