@@ -27,7 +27,7 @@ from server.injection.client import ANSWER_S, FaultClient
 from server.injection.fault import Fault
 from server.injection.script import parse_faults, read_faults
 from server.launch import Launcher, run_server
-from server.process import EXIT_START_ERROR
+from server.process import EXIT_START_ERROR, leave
 from server.rundir import LATEST, timestamped
 from server.wire.curve import make_keys
 
@@ -63,6 +63,11 @@ class FirstToken(StrEnum):
 
 class Transfer(StrEnum):
     SHM = "shm"
+    TCP = "tcp"
+
+
+class Control(StrEnum):
+    IPC = "ipc"
     TCP = "tcp"
 
 
@@ -156,8 +161,8 @@ def up(
     preempted_pages: Annotated[
         int,
         typer.Option(
-            help="KV pages of preempted requests that a worker keeps in host memory; what is beyond "
-            "it is computed again."
+            help="KV pages of preempted requests that a worker keeps in host memory; what is "
+            "beyond it is computed again."
         ),
     ] = DEFAULTS.preempted_pages,
     max_recomputes: Annotated[
@@ -219,6 +224,13 @@ def up(
     record: Annotated[
         bool, typer.Option("--record/--no-record", help="Record marks and run the agent.")
     ] = DEFAULTS.record,
+    control: Annotated[
+        Control,
+        typer.Option(
+            help="What messages between processes go over; ipc: Unix sockets; tcp: ports on "
+            "loopback, encrypted, as between hosts (needs --curve-keys)."
+        ),
+    ] = Control(DEFAULTS.control),
     curve_keys: Annotated[
         Path | None,
         typer.Option(
@@ -274,6 +286,7 @@ def up(
             first_token=first_token.value,
             transfer=transfer.value,
             verify_copies=verify_copies,
+            control=control.value,
             curve_keys=None if curve_keys is None else str(curve_keys.absolute()),
             page_size=page_size,
             prefill_pages=prefill_pages,
@@ -486,5 +499,9 @@ def describe(launcher: Launcher, console: Console) -> None:
 
 
 def main() -> None:
-    """Entry of `python -m server`."""
-    app(prog_name="python -m server")
+    """Entry of `python -m server`. Ends the process: once a server has stopped, taking this
+    interpreter apart would take longer on a busy machine than stopping the server did."""
+    try:
+        app(prog_name="python -m server")
+    except SystemExit as end:
+        leave(end.code if isinstance(end.code, int) else int(end.code is not None))

@@ -132,6 +132,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     agent_port: int = 0  # where the recording's agent answers; 0: any free one, -1: nowhere
     api_key: str | None = None
     restart: bool = True  # a process that ended is started again; else the server stops
+    control: str = "ipc"  # what messages between processes go over
     curve_keys: str | None = None  # folder of keys for ZeroMQ over a network
     deadlines: Deadlines = Deadlines()
 
@@ -166,6 +167,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("policy", ("round_robin", "least_loaded", "prefix_aware")),
             ("first_token", ("decode", "prefill")),
             ("transfer", ("shm", "tcp")),
+            ("control", ("ipc", "tcp")),
             ("dtype", ("float32", "bfloat16")),
             ("device", ("cpu", "cuda")),
         ):
@@ -175,6 +177,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("run_dir", "host", "model", "served_name", "api_key", "curve_keys"):
             if not is_utf8(getattr(self, name) or ""):  # processes are told their settings in JSON
                 raise StartError(f"{flag(name)} is not valid UTF-8")
+        if self.control == "tcp" and self.curve_keys is None:
+            raise StartError(
+                "--control tcp needs --curve-keys: every user of this host could send messages"
+            )
         if self.clock_faults and not self.allow_faults:
             raise StartError("a clock fault needs --allow-faults")
         if unknown := set(self.clock_faults) - self._may_have_clock_faults():

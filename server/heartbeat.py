@@ -105,11 +105,11 @@ class HeartbeatThread:
     """Sends a Heartbeat to the gateway every `heartbeat_s`, the first at once, and RegisterPool to
     the host's transfer process where `pool` is given.
 
-    `stop` sends a last beat with `draining` set. What a peer does not take, because its connection
-    is lost, is said again every `RETRY_S` until it does: a process that starts again at its address
-    hears of everybody as soon as it can be reached. Answers arrive in the process's inbox;
-    `round_trips` matches them; `taken` are the requests that it names, `denied` counts connections
-    that were not let in, by plane.
+    `stop` sends a last beat with `draining` and `leaving` set. What a peer does not take, because
+    its connection is lost, is said again every `RETRY_S` until it does: a process that starts again
+    at its address hears of everybody as soon as it can be reached. Answers arrive in the process's
+    inbox; `round_trips` matches them; `taken` are the requests that it names, `denied` counts
+    connections that were not let in, by plane.
     """
 
     def __init__(
@@ -189,7 +189,8 @@ class HeartbeatThread:
             return True
 
     def _beat(self, outbox: BeatOutbox) -> bool:
-        draining = self._stopping.is_set() or self._progress.draining
+        leaving = self._stopping.is_set()
+        draining = leaving or self._progress.draining
         # Read age before load: a tick in between makes the beat look older, never fresher.
         age_s = self._progress.age_s
         state = self._progress.state
@@ -215,6 +216,7 @@ class HeartbeatThread:
                 heard=taken.heard,
                 taken=taken.ids,
                 denied=self._denied(),
+                leaving=leaving,
             ),
         )
 

@@ -41,6 +41,7 @@ from server.rundir import RunDir, point_latest, write_private
 from server.serve import DRAIN_S
 from server.supervision import RestartPolicy
 from server.supervisor import Member, ServerCrashedError, Supervisor
+from server.wire.endpoints import LoopbackPorts
 
 STATE_VERSION = 1
 _POLL_S = 0.1
@@ -145,15 +146,18 @@ class Launcher:
     def start(self) -> None:
         """Spawn all processes. The gateway accepts connections from here on."""
         assert self.run_dir.pools is not None
+        endpoint = self.run_dir.endpoint
+        if self.settings.control == "tcp":
+            endpoint = LoopbackPorts(free_loopback_port).endpoint
         plan = plan_processes(
             self.settings,
-            endpoint=self.run_dir.endpoint,
+            endpoint=endpoint,
             pools=self.run_dir.pools,
             http_fd=self.listener.fileno(),
             free_port=free_loopback_port,
         )
         if self.settings.record:
-            plan.insert(0, agent_config(self.settings, endpoint=self.run_dir.endpoint))
+            plan.insert(0, agent_config(self.settings, endpoint=endpoint))
         for config in plan:
             try:
                 self.supervisor.start(config, time.monotonic())

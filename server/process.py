@@ -7,6 +7,7 @@ line and exit code 2. The work is the role's `run(config)`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import errno
 import importlib
@@ -101,8 +102,9 @@ def leave(code: int) -> NoReturn:
     seconds of processor time, on a busy machine longer than the launcher waits before it kills.
     """
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
+            stream.flush()
     os._exit(code)
 
 

@@ -5,7 +5,8 @@ Owns locking, layout and clean-up; starts no process. Layout (folders 0700, for 
     lock          held (flock) by the launcher for as long as the server runs
     server.json   endpoints, pids and settings of the server that runs or ran here
     agent.json    where the agent answers; agent-state.json, export-cursors.json: how far it got
-    config/       one JSON per process: what it was started with
+    config/       one JSON per process: what it is started with, the API key included; removed at
+                  stop
     rings/        one ring file per process          ─┐ the recording:
     traces/       OTLP JSON lines written by the agent ├ kept when the server stops,
     logs/         one log per process                ─┘ never overwritten unasked
@@ -36,7 +37,8 @@ from server.wire.endpoints import EndpointDirectory
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's shared memory, not a temporary folder
 LATEST = "latest"
 _RECORDING = ("rings", "traces", "logs")
-_FOLDERS = (*_RECORDING, "config", "sock", "kv")
+_OF_PROCESSES = ("config", "sock", "kv")
+_FOLDERS = (*_RECORDING, *_OF_PROCESSES)
 _FILES = ("server.json", "agent.json", "agent-state.json", "export-cursors.json")
 _POOL_MARGIN_BYTES = 16 * 1024 * 1024
 
@@ -151,11 +153,12 @@ class RunDir:
         return folder
 
     def release(self) -> None:
-        """Remove sockets and pools, keep the recording, unlock. Idempotent."""
+        """Remove sockets, pools and what processes were told; keep the recording, unlock.
+        Idempotent."""
         if self._lock_fd < 0:
             return
         self._endpoints.close()
-        for folder in (*self._temporary, self.path / "sock", self.path / "kv"):
+        for folder in (*self._temporary, *(self.path / name for name in _OF_PROCESSES)):
             shutil.rmtree(folder, ignore_errors=True)
         if self._pool_lock_fd is not None:
             os.close(self._pool_lock_fd)

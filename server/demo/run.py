@@ -51,7 +51,6 @@ def run_demo(*, as_json: bool = False, options: Sequence[str] = ()) -> int:
     run_dir = timestamped(RUNS, "demo-")
     try:
         requests, views = _play_all(run_dir, console, options)
-        point_latest(run_dir.absolute())
         report = read_report(run_dir, requests, views)
     except (DemoError, PdtraceError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -84,6 +83,7 @@ def _play_all(
     with tempfile.TemporaryFile("w+") as errors, Progress(*columns, console=console) as progress:
         bar = progress.add_task("starting the server", total=total)
         server, state = _start(run_dir, errors, options)
+        point_latest(run_dir.absolute())  # as `up` does once it serves: one may look meanwhile
         try:
             url, model = str(state["url"]), str(state["model"])
             progress.console.print(

@@ -13,6 +13,7 @@ from typing import Protocol
 from server.config import COLOCATED, PD, Settings
 from server.gateway.attempts import Attempt, Attempts, Event, WorkersChanged
 from server.gateway.errors import AttemptFailure, NoPair, WorkerVanished
+from server.gateway.expected import expected_instances
 from server.gateway.mailbox import Mailbox
 from server.gateway.now import SYSTEM_NOW, Now
 from server.gateway.pairing import Refusal, RefusedPairs
@@ -30,7 +31,11 @@ from server.gateway.routing import (
     refusals,
 )
 from server.injection.process import refuse
+from server.log_fields import logged
 from server.wire.messages import AnyMessage, Heartbeat, LegClosed, Peer, Tokens
+
+FORGET_AFTER = 20
+"""After how many times `dead_after_s` without a heartbeat a stranger is forgotten."""
 
 _logger = logging.getLogger(__name__)
 
@@ -51,6 +56,7 @@ class Cluster:
     me            how workers reach this gateway
     fingerprint   of the model this gateway tokenizes for
     ignored       told of messages that nobody waits for, by type
+    forgotten     told of each stranger that is forgotten
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class Cluster:
         fingerprint: str,
         mail: Mail,
         ignored: Callable[[str], None],
+        forgotten: Callable[[], None] = lambda: None,
         now: Now = SYSTEM_NOW,
     ) -> None:
         self.me = me
@@ -83,9 +90,11 @@ class Cluster:
             num_transfers=num_transfers,
             dead_after_s=settings.dead_after_s,
             stalled_after_s=settings.stalled_after_s,
+            expected=expected_instances(settings),
         )
         self._mail = mail
         self._ignored = ignored
+        self._forgotten = forgotten
         self._router = RouterState()
         self._refused = RefusedPairs()
         self._heartbeat_s = settings.heartbeat_s
@@ -133,14 +142,30 @@ class Cluster:
             lambda peer: self._mail.is_lost(peer.endpoint), 2 * self._heartbeat_s, now_s
         )
         for peer in self._registry.newly_dead(now_s):
-            self._lose(peer, "sent no heartbeat in time")
+            if self._registry.has_left(peer):
+                self._lose(peer, "stopped when it was told to", logging.INFO)
+            else:
+                self._lose(peer, "sent no heartbeat in time")
+        for report in self._registry.forget_strangers(FORGET_AFTER * self._dead_after_s, now_s):
+            self._forgotten()
+            _logger.warning(
+                "%s, which this server did not start, is forgotten: %s, silent for %.0f s",
+                logged(report.instance),
+                report.state,
+                report.heartbeat_age_s,
+            )
 
     def reports(self) -> list[MemberReport]:
         """All processes heard of, in order of name."""
         reports = self._registry.reports(self._now.s())
         alone = misfits(self._snapshot(), self._refused.reasons)
         return [
-            replace(report, state=MemberState.INCOMPATIBLE, reason=alone[report.instance].sentence)
+            replace(
+                report,
+                state=MemberState.INCOMPATIBLE,
+                reason=alone[report.instance].sentence,
+                lacking=True,
+            )
             if report.state is MemberState.READY and report.instance in alone
             else report
             for report in reports
@@ -257,8 +282,8 @@ class Cluster:
             self._registry.doubt(refused.incarnation, "takes no messages")
         return refused
 
-    def _lose(self, peer: Peer, why: str) -> None:
-        _logger.warning("%s is gone: it %s", peer.instance, why)
+    def _lose(self, peer: Peer, why: str, level: int = logging.WARNING) -> None:
+        _logger.log(level, "%s is gone: it %s", logged(peer.instance), why)
         self.attempts.worker_gone(peer)
         self._router.forget(peer.incarnation)
         # What was queued for it must not reach a successor at the same address.

@@ -1,7 +1,8 @@
 """GET /health: whether every process of the server makes progress, and which does not.
 
 Owns the verdict; where it comes from is `registry`. Health is about progress, not about load: a
-server that refuses work because it is full is healthy.
+server that refuses work because it is full is healthy, and so is one that a process left because it
+was told to.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdtrace.stages import Role
-from server.config import COLOCATED, Settings
+from server.gateway.expected import expected_processes
 from server.gateway.pairing import Refusal
 from server.gateway.registry import MemberReport, MemberState
 
@@ -33,8 +34,8 @@ class HealthReport:
 
     @property
     def healthy(self) -> bool:
-        ready = all(member.state is MemberState.READY for member in self.members)
-        return ready and not self.missing and not self.stopping
+        lacking = any(member.lacking for member in self.members)
+        return not lacking and not self.missing and not self.stopping
 
     def body(self) -> dict[str, Any]:
         """JSON body of GET /health."""
@@ -74,17 +75,6 @@ class HealthReport:
                 for pair in self.refused
             ],
         }
-
-
-def expected_processes(settings: Settings) -> Mapping[str, int]:
-    """Processes that report to the gateway, by role."""
-    if settings.mode == COLOCATED:
-        return {Role.WORKER: settings.workers}
-    return {
-        Role.PREFILL: settings.prefill,
-        Role.TRANSFER: 2 if settings.transfer == "tcp" else 1,
-        Role.DECODE: settings.decode,
-    }
 
 
 def health_of(gateway: Gateway) -> HealthReport:

@@ -146,6 +146,11 @@ class GatewayMetrics:
             ["type"],
             registry=self.registry,
         )
+        self._forgotten = Counter(
+            "pd_gateway_forgotten_processes",
+            "Processes that the server did not start, dropped after they were silent for long.",
+            registry=self.registry,
+        )
         self._errors = Counter(
             "pd_gateway_metrics_errors",
             "Measurements that were wrong and left out.",
@@ -228,6 +233,10 @@ class GatewayMetrics:
         """Tokens of a served request by type: input, output, cached."""
         for kind, count in counts.items():
             self.guard(lambda kind=kind, count=count: self._tokens.labels(kind).inc(count))
+
+    def forgotten(self) -> None:
+        """A process is no member any more."""
+        self.guard(self._forgotten.inc)
 
     def ignored(self, kind: str) -> None:
         self.guard(lambda: self._ignored.labels(kind).inc())

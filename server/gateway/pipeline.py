@@ -120,6 +120,7 @@ class Gateway:
             fingerprint=model.fingerprint,
             mail=mail,
             ignored=self.metrics.ignored,
+            forgotten=self.metrics.forgotten,
             now=self.now,
         )
         self._drain_rate = DrainRate(self.now.s())

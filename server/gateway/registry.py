@@ -8,16 +8,21 @@ on the monotonic clock, given by the caller.
        │         │        │             stalled: beats, has work, but its loop stands still
        ▼         ▼        ▼
      dead ◀── draining ◀──┘             dead: no heartbeat for `dead_after_s`, or its connection was
-                                        lost and two heartbeats are missing; a beat revives it
+                 │                      lost and two heartbeats are missing; a beat revives it
+                 ▼
+               left                     left: its last heartbeat said that it stopped in order
 
 A ready one is `suspect` from the moment at which somebody could not reach it, or it said that it is
 leaving, until its next heartbeat: that one tells.
+
+Whoever can reach the gateway's inbox may send a heartbeat. Processes that the server was not
+started with are taken in (another host may have some), but do not stay: see `forget_strangers`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -26,6 +31,8 @@ from server.gateway.pairing import Pair
 from server.gateway.routing import ClusterSnapshot, WorkerSnapshot
 from server.wire.messages import Heartbeat, Peer
 
+MAX_STRANGERS = 64
+"""Processes, other than those the server was started with, that are remembered at once."""
 _REMEMBERED_INCARNATIONS = 256
 
 
@@ -36,6 +43,7 @@ class MemberState(StrEnum):
     STALLED = "stalled"
     SUSPECT = "suspect"
     INCOMPATIBLE = "incompatible"
+    LEFT = "left"
     DEAD = "dead"
 
 
@@ -46,6 +54,8 @@ class MemberReport:
     progress_age_s    seconds since its loop last went round, 0 while it is idle and beating
     heartbeat_age_s   seconds since its last heartbeat
     reason            why it is not ready, None when it is
+    lacking           whether the server lacks it, as it is not ready: it did not leave on purpose,
+                      and is one of those the server was started with or was ready once
     ignored           messages without effect since it started, as "why.Type"
     denied            connections that it did not let in since, by plane
     """
@@ -56,6 +66,7 @@ class MemberReport:
     progress_age_s: float
     heartbeat_age_s: float
     reason: str | None
+    lacking: bool = False
     ignored: Mapping[str, int] = field(default_factory=dict[str, int])
     denied: Mapping[str, int] = field(default_factory=dict[str, int])
 
@@ -89,12 +100,14 @@ class KvCapacity:
 class _Member:
     """What its last heartbeat said, and what happened since: the next one makes another record.
 
+    served    it was ready once
     doubt     why it gets no work until then
     cut_off   it counts as dead, because its connection was lost
     """
 
     heartbeat: Heartbeat
     seen_s: float
+    served: bool = False
     announced_dead: bool = False
     doubt: str | None = None
     cut_off: bool = False
@@ -105,6 +118,7 @@ class Registry:
 
     fingerprint       of the model this gateway tokenizes for: workers of another are no use
     num_transfers     transfer processes without which no generation is possible
+    expected          names of the processes that the server was started with
     """
 
     def __init__(
@@ -115,12 +129,14 @@ class Registry:
         num_transfers: int,
         dead_after_s: float,
         stalled_after_s: float,
+        expected: Set[str],
     ) -> None:
         self._fingerprint = fingerprint
         self._colocated = colocated
         self._num_transfers = num_transfers
         self._dead_after_s = dead_after_s
         self._stalled_after_s = stalled_after_s
+        self._expected = expected
         self._members: dict[str, _Member] = {}
         self._retired: deque[str] = deque(maxlen=_REMEMBERED_INCARNATIONS)
 
@@ -140,8 +156,16 @@ class Registry:
                 self._retired.append(replaced.incarnation)
             elif heartbeat.seq <= known.heartbeat.seq:
                 return None
-        self._members[peer.instance] = _Member(heartbeat, now_s)
+        member = _Member(heartbeat, now_s)
+        ready = self._state(member, now_s)[0] is MemberState.READY
+        member.served = ready or (known is not None and replaced is None and known.served)
+        self._members[peer.instance] = member
         return replaced
+
+    def has_left(self, peer: Peer) -> bool:
+        """Whether the last that was heard of `peer` is that it stopped in order."""
+        member = self._members.get(peer.instance)
+        return member is not None and member.heartbeat.peer == peer and member.heartbeat.leaving
 
     def newly_dead(self, now_s: float) -> list[Peer]:
         """Peers that died since the last call: each death is told once."""
@@ -151,6 +175,23 @@ class Registry:
                 member.announced_dead = True
                 dead.append(member.heartbeat.peer)
         return dead
+
+    def forget_strangers(self, silent_s: float, now_s: float) -> list[MemberReport]:
+        """Drop those whom the server was not started with and that are silent for `silent_s`, and
+        the most silent of them beyond MAX_STRANGERS; their last reports."""
+        strangers = sorted(
+            (member for name, member in self._members.items() if name not in self._expected),
+            key=lambda member: member.seen_s,
+        )
+        beyond = len(strangers) - MAX_STRANGERS
+        dropped = [
+            member
+            for number, member in enumerate(strangers)
+            if number < beyond or now_s - member.seen_s > silent_s
+        ]
+        for member in dropped:
+            del self._members[member.heartbeat.peer.instance]
+        return [self._report(member, now_s) for member in dropped]
 
     def cut_off(self, is_lost: Callable[[Peer], bool], silent_s: float, now_s: float) -> None:
         """Take those for dead to whom the connection `is_lost`, and that are silent for `silent_s`.
@@ -233,7 +274,7 @@ class Registry:
         tokens: dict[str, int] = {}
         for member in self._members.values():
             beat = member.heartbeat
-            if beat.layout is None or self._is_dead(member, now_s):
+            if beat.layout is None or beat.leaving or self._is_dead(member, now_s):
                 continue
             held = beat.load.pages_total * beat.layout.page_size
             tokens[beat.role] = max(held, tokens.get(beat.role, 0))
@@ -254,6 +295,10 @@ class Registry:
             progress_age_s=self._progress_age_s(member, now_s),
             heartbeat_age_s=max(0.0, now_s - member.seen_s),
             reason=reason,
+            lacking=(
+                state not in (MemberState.READY, MemberState.LEFT)
+                and (member.served or member.heartbeat.peer.instance in self._expected)
+            ),
             ignored=member.heartbeat.ignored,
             denied=member.heartbeat.denied,
         )
@@ -271,6 +316,8 @@ class Registry:
 
     def _state(self, member: _Member, now_s: float) -> tuple[MemberState, str | None]:
         beat = member.heartbeat
+        if beat.leaving:
+            return MemberState.LEFT, "stopped when it was told to"
         if self._is_dead(member, now_s):
             how = "connection lost, and " if member.cut_off else ""
             return MemberState.DEAD, f"{how}no heartbeat for {now_s - member.seen_s:.1f} s"

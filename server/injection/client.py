@@ -16,6 +16,7 @@ import msgspec
 from server.errors import StartError
 from server.injection.fault import Fault, check_at
 from server.process import AGENT
+from server.wire.curve import load_keys
 from server.wire.endpoints import EndpointDirectory
 from server.wire.messages import FaultReport, InjectFaults, Peer
 from server.wire.sockets import Inbox, Outbox
@@ -31,6 +32,7 @@ class _Process(msgspec.Struct):
 
 class _Settings(msgspec.Struct):
     allow_faults: bool
+    curve_keys: str | None = None
 
 
 class _Server(msgspec.Struct):
@@ -44,18 +46,19 @@ class _Server(msgspec.Struct):
 class FaultClient:
     """A way to the processes of the server that runs in `run_dir`. Use as a context manager.
 
-    Raises StartError when no server runs there, and when it does not allow faults.
+    Raises StartError when no server runs there, when it does not allow faults, and when its keys
+    cannot be read.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._processes = [
-            process for process in _read_state(run_dir).processes if process.role != AGENT
-        ]
+        server = _read_state(run_dir)
+        self._processes = [process for process in server.processes if process.role != AGENT]
+        keys = load_keys(server.settings.curve_keys)
         # A name of its own: two may ask at a time. The folder belongs to the server and stays.
         name = f"inject-{os.getpid()}-{secrets.token_hex(4)}"
         endpoint = EndpointDirectory(run_dir).endpoint(name)
         self._inbox = Inbox(endpoint)
-        self._outbox = Outbox(linger_s=0.0)
+        self._outbox = Outbox(linger_s=0.0, keys=keys)
         self._me = Peer(instance="inject", endpoint=endpoint, incarnation="")
 
     def __enter__(self) -> FaultClient:

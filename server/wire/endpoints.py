@@ -1,4 +1,4 @@
-"""Where the inboxes of one server lie: Unix socket paths that fit, and are safe to bind.
+"""Where the inboxes of one server lie: Unix socket paths that fit, and are safe to bind, or ports.
 
 Owns the choice of path and what may be removed from it; knows nothing of ZeroMQ.
 """
@@ -12,6 +12,7 @@ import re
 import shutil
 import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from server.errors import StartError
@@ -56,6 +57,24 @@ class EndpointDirectory:
     def _short_directory(self) -> Path:
         digest = hashlib.sha256(os.fsencode(self._run_path)).hexdigest()[:16]
         return _FALLBACK_ROOT / f"pd-{os.getuid()}-{digest}"
+
+
+class LoopbackPorts:
+    """Chooses tcp endpoints on loopback, one for each name, so that a process that is started again
+    has the address of the one before. Every user of the host can connect to them: for who has keys.
+
+    free_port   a port that nobody listens on
+    """
+
+    def __init__(self, free_port: Callable[[], int]) -> None:
+        self._free_port = free_port
+        self._endpoints: dict[str, str] = {}
+
+    def endpoint(self, name: str) -> str:
+        """`tcp://127.0.0.1:<port>`."""
+        if name not in self._endpoints:
+            self._endpoints[name] = f"tcp://127.0.0.1:{self._free_port()}"
+        return self._endpoints[name]
 
 
 def _fits(path: Path) -> bool:

@@ -78,6 +78,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     heard            latest of the gateway's answers that the loop has taken in, by `seq`; 0: none
     taken            handoffs whose request has come and that the gateway may not know of yet
     denied           connections that were not let in since its start, by plane: control, transfer
+    leaving          its last one: it was told to stop, and has let go of everything
     """
 
     peer: Peer
@@ -94,6 +95,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     heard: int = 0
     taken: tuple[str, ...] = ()
     denied: dict[str, int] = {}
+    leaving: bool = False
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):

@@ -50,13 +50,26 @@ def pool_folder(run_dir: Path) -> Path:
 
 
 def test_sigterm_stops_everything_and_keeps_the_recording(tmp_path: Path) -> None:
-    with running_server(tmp_path / "run") as server:
-        assert pool_folder(server.run_dir).exists()
-        assert ask(server, Ask(request_id="last-one")).status == 200
+    """Of its memory nothing is left, neither of a process that was killed before, nor secrets."""
+    with running_server(tmp_path / "run", "--api-key", "secret-of-the-test") as server:
+        pools = pool_folder(server.run_dir)
+        of_decode = {path for path in pools.iterdir() if path.name.startswith("decode-0")}
+        pid = server.send_signal("decode-0", signal.SIGKILL)
+        server.wait_for_successor("decode-0", pid)
+        assert len(of_decode) == 1
+        assert not [path for path in of_decode if path.exists()]
+        assert len([path for path in pools.iterdir() if path.name.startswith("decode-0")]) == 1
+        key = {"Authorization": "Bearer secret-of-the-test"}
+        assert ask(server, Ask(request_id="last-one", headers=key)).status == 200
         assert server.stop() == 0
         assert not [pid for pid in server.pids if is_running(pid)]
-        assert not pool_folder(server.run_dir).exists()
-        assert not (tmp_path / "run" / "sock").exists()
+        assert not pools.exists()
+        assert {path.name for path in server.run_dir.iterdir()} == {
+            *("rings", "traces", "logs", "agent-state.json"),
+            *("lock", "server.json"),
+        }
+        for path in server.run_dir.rglob("*"):
+            assert path.is_dir() or b"secret-of-the-test" not in path.read_bytes(), path
         lines = "".join(p.read_text() for p in (tmp_path / "run" / "traces").glob("*.jsonl"))
         assert "last-one" in lines
 

@@ -166,3 +166,24 @@ def test_too_large_pools_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
 def test_help_has_a_short_form_for_every_command() -> None:
     assert server("-h").stdout == server("--help").stdout
     assert "--faults" in server("up", "-h").stdout
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["--no-such"], 2)])
+def test_a_command_that_is_done_does_not_take_its_interpreter_apart(
+    arguments: list[str], code: int
+) -> None:
+    program = (
+        "import atexit, sys; from server.cli import main; "
+        f"atexit.register(print, 'taken apart'); sys.argv[1:] = {arguments}; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code
+    assert "python -m server" in done.stdout + done.stderr
+    assert "taken apart" not in done.stdout

@@ -147,7 +147,7 @@ def test_stop_sends_a_last_beat_that_says_draining(gateway: Inbox) -> None:
     thread.stop()
     assert time.monotonic() - start < 1.0
     last = next_beat(gateway)
-    assert (last.draining, last.seq) == (True, 2)
+    assert (last.draining, last.leaving, last.seq) == (True, True, 2)
     thread.stop()
 
 

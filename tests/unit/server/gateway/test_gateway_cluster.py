@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 
 from pdtrace.propagation import RequestContext
 from pdtrace.stages import Mode, Outcome, Role
+from pdtrace.testing import FakeClock
 from server.config import Settings
 from server.engine.fake import FakeModel
 from server.gateway.attempts import Attempt, Event
-from server.gateway.cluster import Cluster
+from server.gateway.cluster import FORGET_AFTER, Cluster
 from server.gateway.errors import AttemptFailure, LegFailed, NoPair, WorkerVanished
 from server.gateway.mailbox import Mailbox
+from server.gateway.now import Now
 from server.gateway.registry import MemberState
 from server.gateway.routing import PairChoice, RouteRequest
 from server.wire.messages import AnyMessage, Cancel, LegClosed, Peer
@@ -239,3 +242,37 @@ async def test_leg_behind_one_that_was_refused_is_not_asked_to_begin() -> None:
     assert bench.mail.sent == []
     assert attempt.closed.is_set()
     assert bench.not_ready() == {"decode-0": MemberState.SUSPECT}
+
+
+async def test_process_that_stopped_in_order_is_no_loss_and_a_stranger_is_forgotten(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock, forgotten = FakeClock(), list[bool]()
+    cluster = Cluster(
+        settings=Settings(),
+        me=Peer(instance="gateway-0", endpoint="ipc://g", incarnation="g"),
+        fingerprint=FakeModel().info.fingerprint,
+        mail=MailDouble(),
+        ignored=lambda _kind: None,
+        forgotten=lambda: forgotten.append(True),
+        now=Now(clock),
+    )
+    cluster.deliver(beat("prefill-0", Role.PREFILL, draining=True, leaving=True))
+    cluster.deliver(beat("prefill-9\nERROR all is lost", Role.PREFILL, incarnation="9"))
+    seconds = Settings().dead_after_s
+    with caplog.at_level(logging.INFO, logger="server.gateway.cluster"):
+        for _ in range(FORGET_AFTER * round(seconds) + 2):
+            clock.advance(s=1)
+            cluster.bury_dead()
+    assert forgotten == [True]
+    assert [report.instance for report in cluster.reports()] == ["prefill-0"]
+    told = [(r.levelname, r.getMessage()) for r in caplog.records if "stood" not in r.getMessage()]
+    assert told == [
+        ("INFO", "prefill-0 is gone: it stopped when it was told to"),
+        ("WARNING", '"prefill-9\\nERROR all is lost" is gone: it sent no heartbeat in time'),
+        (
+            "WARNING",
+            '"prefill-9\\nERROR all is lost", which this server did not start, is forgotten: '
+            "dead, silent for 61 s",
+        ),
+    ]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from pdtrace.stages import Role
 from server.engine.fake import FakeModel
-from server.gateway.registry import MemberState, Registry, WorkerUse
+from server.gateway.health import HealthReport
+from server.gateway.registry import MAX_STRANGERS, MemberState, Registry, WorkerUse
 from server.gateway.routing import count_pairs
 from server.wire.messages import Heartbeat, Peer, WorkerLoad
 
@@ -39,6 +42,7 @@ def registry(*, colocated: bool = False, num_transfers: int = 1) -> Registry:
         num_transfers=num_transfers,
         dead_after_s=3.0,
         stalled_after_s=10.0,
+        expected={*(name for name, _ in PLAN), "decode-1"},
     )
 
 
@@ -216,3 +220,74 @@ def test_long_prefill_that_advances_is_healthy_and_one_that_stopped_is_not() -> 
         assert pairs(members, now_s) == 1
     members.observe(beat("prefill-0", Role.PREFILL, seq=200, busy=True, progress_age_s=10.5), 51.0)
     assert state(members, "prefill-0", 51.0) is MemberState.STALLED
+
+
+def test_who_stopped_in_order_has_left_and_is_not_lacking_however_long_ago() -> None:
+    members = full_registry()
+    members.observe(beat("decode-0", Role.DECODE, seq=2, draining=True), 1.0)
+    assert [r.instance for r in members.reports(1.0) if r.lacking] == ["decode-0"]
+    members.observe(beat("decode-0", Role.DECODE, seq=3, draining=True, leaving=True), 2.0)
+    for now_s in (2.0, 100.0):
+        assert state(members, "decode-0", now_s) is MemberState.LEFT
+    assert [r.instance for r in members.reports(2.0) if r.lacking] == []
+    assert pairs(members, 2.0) == 0
+    assert members.kv_capacity(2.0).total_tokens is None
+    left, *_ = [peer for peer in members.newly_dead(5.1) if peer.instance == "decode-0"]
+    assert members.has_left(left), "what it may still have is given up in time"
+    assert not members.has_left(msgspec.structs.replace(left, incarnation="2"))
+    assert members.forget_strangers(60.0, 1000.0) == []
+    assert members.observe(beat("decode-0", Role.DECODE, incarnation="2"), 1000.0) == left
+    assert state(members, "decode-0", 1000.0) is MemberState.READY
+
+
+def test_killed_while_it_drained_is_dead_and_lacking() -> None:
+    members = full_registry()
+    members.observe(beat("decode-0", Role.DECODE, seq=2, draining=True), 1.0)
+    assert state(members, "decode-0", 4.1) is MemberState.DEAD
+    assert "decode-0" in [r.instance for r in members.reports(4.1) if r.lacking]
+
+
+def test_stranger_that_is_silent_for_long_is_forgotten_and_one_of_ours_is_not() -> None:
+    members = full_registry()
+    members.observe(beat("decode-7", Role.DECODE), 0.0)
+    members.observe(beat("decode-9", Role.DECODE, info=None), 0.0)
+    assert members.forget_strangers(60.0, 60.0) == []
+    by_name = {r.instance: r for r in members.reports(60.0)}
+    assert by_name["decode-7"].lacking, "it served"
+    assert not by_name["decode-9"].lacking, "it never did"
+    assert by_name["decode-0"].lacking
+    members.observe(beat("decode-7", Role.DECODE, seq=2, info=None), 60.0)
+    assert [r.instance for r in members.forget_strangers(60.0, 60.1)] == ["decode-9"]
+    (report,) = [r for r in members.reports(60.1) if r.instance == "decode-7"]
+    assert (report.state, report.lacking) == (MemberState.LOADING, True)
+    assert [r.instance for r in members.forget_strangers(60.0, 1000.0)] == ["decode-7"]
+    assert {r.instance for r in members.reports(1000.0)} == {name for name, _ in PLAN}
+
+
+def test_number_of_strangers_is_bounded() -> None:
+    members = full_registry()
+    for number in range(MAX_STRANGERS + 5):
+        members.observe(beat(f"x-{number}", Role.DECODE), number / 1000)
+    forgotten = [r.instance for r in members.forget_strangers(60.0, 1.0)]
+    assert forgotten == [f"x-{number}" for number in range(5)]
+    assert len(members.reports(1.0)) == len(PLAN) + MAX_STRANGERS
+
+
+def test_health_is_lost_by_who_is_lacking_and_not_by_who_left_or_was_never_of_use() -> None:
+    def healthy(members: Registry, now_s: float) -> bool:
+        return HealthReport(
+            gateway="gateway-0",
+            members=members.reports(now_s),
+            refused=(),
+            missing={},
+            stopping=False,
+        ).healthy
+
+    members = full_registry()
+    members.observe(beat("stranger", Role.DECODE, info=None), 0.0)
+    members.observe(beat("decode-0", Role.DECODE, seq=2, draining=True, leaving=True), 0.0)
+    assert healthy(members, 2.0)
+    assert not healthy(members, 4.0)
+    for name, role in PLAN[:2]:
+        members.observe(beat(name, role, seq=2), 4.0)
+    assert healthy(members, 5.0)
