@@ -156,8 +156,8 @@ def up(
     preempted_pages: Annotated[
         int,
         typer.Option(
-            help="KV pages of preempted requests that a worker keeps in host memory; what is beyond "
-            "it is computed again."
+            help="KV pages of preempted requests that a worker keeps in host memory; what is "
+            "beyond it is computed again."
         ),
     ] = DEFAULTS.preempted_pages,
     max_recomputes: Annotated[
