@@ -28,7 +28,7 @@ from server.preemption import (
     PreemptedSequence,
     RunningSequence,
     SavedSequence,
-    given_up,
+    dropped_for,
 )
 from server.scheduler import Scheduler
 from server.wire.messages import TokenItem
@@ -211,7 +211,7 @@ class GeneratingScheduler(Scheduler[GenLegT]):
         """Drop saved KV until that of `victim` fits beside the rest; False when it does not, as it
         was admitted last. What is dropped is computed again."""
         saved = [self._saved(leg) for leg in self.legs if leg.saved is not None]
-        dropped = given_up(self._saved(victim), saved, max_pages=self.settings.preempted_pages)
+        dropped = dropped_for(self._saved(victim), saved, max_pages=self.settings.preempted_pages)
         for handoff_id in dropped:
             leg = self.legs[handoff_id]
             leg.saved = None

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from pdtrace.clock import SYSTEM_CLOCK, Clock
 from server.config import ProcessConfig
-from server.engine.base import ModelInfo
+from server.engine.base import Engine, ModelInfo
 from server.kv.layout import KvLayout
 from server.kv.pool import PoolDescriptor
 from server.round_trips import RoundTrips
@@ -101,9 +101,23 @@ class Progress:
         return max(0, self._clock.monotonic_ns() - state.ticked_ns) / 1e9
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serves:
+    """What a worker with a loaded engine offers."""
+
+    info: ModelInfo
+    layout: KvLayout
+    pool: PoolDescriptor
+
+    @classmethod
+    def of(cls, engine: Engine) -> Serves:
+        return cls(info=engine.info, layout=engine.layout, pool=engine.pool.descriptor)
+
+
 class HeartbeatThread:
     """Sends a Heartbeat to the gateway every `heartbeat_s`, the first at once, and RegisterPool to
-    the host's transfer process where `pool` is given.
+    the host's transfer process once it is known what this process `serves`: a worker beats while it
+    loads its engine, and gets no work.
 
     `stop` sends a last beat with `draining` and `leaving` set. What a peer does not take, because
     its connection is lost, is said again every `RETRY_S` until it does: a process that starts again
@@ -117,9 +131,7 @@ class HeartbeatThread:
         config: ProcessConfig,
         progress: Progress,
         *,
-        info: ModelInfo | None = None,
-        layout: KvLayout | None = None,
-        pool: PoolDescriptor | None = None,
+        serves: Serves | None = None,
         round_trips: RoundTrips | None = None,
         taken: TakenRequests | None = None,
         clock: Clock = SYSTEM_CLOCK,
@@ -131,9 +143,7 @@ class HeartbeatThread:
         self._num_malformed = num_malformed
         self._denied = denied
         self._progress = progress
-        self._info = info
-        self._layout = layout
-        self._pool = pool
+        self._serves = serves
         self._round_trips = RoundTrips() if round_trips is None else round_trips
         self._taken = TakenRequests() if taken is None else taken
         self._clock = clock
@@ -148,6 +158,11 @@ class HeartbeatThread:
 
     def start(self) -> None:
         self._thread.start()
+
+    def announce(self, serves: Serves) -> None:
+        """The engine is loaded: from the next beat on, which is now, others may use it."""
+        self._serves = serves
+        self.beat_now()
 
     def beat_now(self) -> None:
         """Let the next beat not wait for its time: others must know at once what has changed."""
@@ -194,6 +209,7 @@ class HeartbeatThread:
         # Read age before load: a tick in between makes the beat look older, never fresher.
         age_s = self._progress.age_s
         state = self._progress.state
+        serves = self._serves
         self._seq += 1
         sent_ns = self._clock.monotonic_ns()
         self._round_trips.sending(self._seq, sent_ns)
@@ -210,8 +226,8 @@ class HeartbeatThread:
                 progress_age_s=age_s,
                 busy=state.busy,
                 draining=draining,
-                info=self._info,
-                layout=self._layout,
+                info=None if serves is None else serves.info,
+                layout=None if serves is None else serves.layout,
                 ignored=self._ignored(state),
                 heard=taken.heard,
                 taken=taken.ids,
@@ -226,6 +242,6 @@ class HeartbeatThread:
 
     def _register(self, outbox: BeatOutbox) -> bool:
         endpoint = self._config.transfer_endpoint
-        if self._pool is None or endpoint is None:
+        if self._serves is None or endpoint is None:
             return True
-        return outbox.send(endpoint, RegisterPool(peer=self._peer, pool=self._pool))
+        return outbox.send(endpoint, RegisterPool(peer=self._peer, pool=self._serves.pool))

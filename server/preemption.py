@@ -5,8 +5,8 @@ Owns the rule for pages that run out during decode; knows nothing of queues for 
 The rule: sequences grow in the order they were admitted; while pages are short the latest-admitted
 one loses all of its own. Sequences that lost theirs come back in order of admission, before anybody
 else is admitted, when their pages are free and one more for each running sequence, so that coming
-back does not push the next one out. Host memory for their KV is bounded: what does not fit is given
-up, the latest-admitted first.
+back does not push the next one out. Host memory for their KV is bounded: what does not fit is
+dropped, the latest-admitted's first, and computed again when it comes back.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RunningSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptedSequence:
-    """A sequence in host memory, in order of admission; `pages` it needs to go on."""
+    """A sequence without pages, in order of admission; `pages` it needs to go on."""
 
     handoff_id: str
     request_id: str
@@ -180,10 +180,11 @@ def plan_pages(
     )
 
 
-def given_up(
+def dropped_for(
     victim: SavedSequence, saved: Sequence[SavedSequence], *, max_pages: int
 ) -> tuple[str, ...]:
-    """Sequences to give up so that what is saved, `victim` included, has at most `max_pages`."""
+    """Sequences whose KV is dropped so that what is saved, that of `victim` included, has at most
+    `max_pages`."""
     stay = sorted((*saved, victim), key=lambda sequence: sequence.admitted)
     total = sum(sequence.pages for sequence in stay)
     gone: list[str] = []

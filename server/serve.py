@@ -18,7 +18,7 @@ from server.config import ProcessConfig
 from server.engine.base import Engine
 from server.engine.loader import EngineConfig, load_engine
 from server.errors import StartError
-from server.heartbeat import HeartbeatThread, Progress
+from server.heartbeat import HeartbeatThread, Progress, Serves
 from server.injection.process import heartbeat_outbox, make_injector, recorder_class
 from server.injection.workers import disturb, faulty_ports
 from server.pauses import Pauses, PauseThread
@@ -29,6 +29,7 @@ from server.round_trips import RoundTrips
 from server.scheduler import DRAINING, Scheduler
 from server.taken import TakenRequests
 from server.wire.curve import load_keys
+from server.wire.messages import HeartbeatAck
 from server.wire.sockets import Inbox, Outbox
 
 DRAIN_S = 1.5
@@ -59,17 +60,29 @@ def serve(
         inbox = Inbox(config.endpoint, clock=clock, keys=keys)
         stack.enter_context(stop_on_signals(stop, inbox.wake))
         stack.callback(inbox.close)
+        injector = make_injector(config, clock)
+        progress = Progress(clock)
+        round_trips = RoundTrips(config.incarnation)
+        taken = TakenRequests()
+        heartbeat = HeartbeatThread(
+            config,
+            progress,
+            round_trips=round_trips,
+            taken=taken,
+            clock=clock,
+            make_outbox=heartbeat_outbox(injector, keys),
+            num_malformed=lambda: inbox.counters.malformed,
+            denied=lambda: {"control": inbox.counters.denied},
+        )
+        heartbeat.start()  # loading may take long: others see that it is coming
+        stack.callback(heartbeat.stop)
         if engine is None:
             engine = _load(config, role)
         stack.callback(engine.close)
-        injector = make_injector(config, clock)
         recorder = open_recorder(config, role, clock, recorder_class(injector))
         stack.callback(recorder.close)
         outbox = Outbox(keys=keys)
         stack.callback(outbox.close)
-        progress = Progress(clock)
-        round_trips = RoundTrips(config.incarnation)
-        taken = TakenRequests()
         pauses = Pauses(clock)
         pause_thread = PauseThread(pauses)
         ports = Ports(
@@ -83,23 +96,9 @@ def serve(
             pauses=pauses.within,
         )
         worker = make_worker(config, engine, faulty_ports(ports, injector))
-        heartbeat = HeartbeatThread(
-            config,
-            progress,
-            info=engine.info,
-            layout=engine.layout,
-            pool=engine.pool.descriptor,
-            round_trips=round_trips,
-            taken=taken,
-            clock=clock,
-            make_outbox=heartbeat_outbox(injector, keys),
-            num_malformed=lambda: inbox.counters.malformed,
-            denied=lambda: {"control": inbox.counters.denied},
-        )
         disturb(worker, injector, config.settings.faults)
         _discard_others_mail(inbox, config.instance)
-        heartbeat.start()
-        stack.callback(heartbeat.stop)
+        heartbeat.announce(Serves.of(engine))
         pause_thread.start()
         stack.callback(pause_thread.stop)
         announce_ready(config)
@@ -137,9 +136,9 @@ def stop_worker(worker: Scheduler[Any], *, grace_s: float, drain_s: float = DRAI
 
 
 def _discard_others_mail(inbox: Inbox, instance: str) -> None:
-    """Nobody has heard of this process yet: what is here was meant for the one before it at the
+    """Nobody has sent this process work yet: what is here was meant for the one before it at the
     same address, and would be legs that nobody waits for."""
-    others = inbox.drain()
+    others = [got for got in inbox.drain() if not isinstance(got.message, HeartbeatAck)]
     if others:
         _logger.info("%s discards %d messages for its predecessor", instance, len(others))
 

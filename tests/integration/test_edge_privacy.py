@@ -73,13 +73,13 @@ def test_hostile_ids_and_headers_reach_no_log_line_metric_or_label(
             ), line
 
 
-def test_api_key_is_nowhere_but_in_the_configuration(edge_server: RunningServer) -> None:
+def test_api_key_is_nowhere_but_in_the_gateways_configuration(edge_server: RunningServer) -> None:
     found = {
-        str(path.relative_to(edge_server.run_dir).parent)
+        str(path.relative_to(edge_server.run_dir))
         for path in edge_server.run_dir.rglob("*")
         if path.is_file() and EDGE_KEY.encode() in path.read_bytes()
     }
-    assert found == {"config"}
+    assert found == {"config/gateway-0.json"}
     assert EDGE_KEY not in edge_server.stderr + json.dumps(edge_server.state)
 
 

@@ -255,7 +255,8 @@ async def test_roles_of_marks_are_the_gateways(tmp_path: Path) -> None:
 
 
 def _process_config(tmp_path: Path, *, port: int, fd: int | None = None) -> Path:
-    settings = Settings(model="fake", port=port, run_dir=str(tmp_path / "run"), deadlines=SHORT)
+    deadlines = Deadlines(drain_s=0.5)
+    settings = Settings(model="fake", port=port, run_dir=str(tmp_path / "run"), deadlines=deadlines)
     settings.rings_path.mkdir(parents=True)
     endpoint = f"ipc://{tmp_path / 'gateway-0'}"
     config = ProcessConfig(

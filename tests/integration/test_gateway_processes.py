@@ -2,8 +2,8 @@
 
 One server for all of it, in this order: it begins with the gateway alone; many small requests come
 at once; a prefill worker and a decode worker are killed while they hold requests of which nothing
-was sent, then one behind the first byte; one comes back that fits nobody; at last the gateway
-itself is replaced.
+was sent, then one behind the first byte; one comes back that fits nobody, then one that takes long
+to load; at last the gateway itself is replaced.
 """
 
 from __future__ import annotations
@@ -66,6 +66,10 @@ class Story:
     failures_counted: bool = False
     misfit: dict[str, Any] = field(default_factory=dict[str, Any])
     beside: list[Answer] = field(default_factory=list[Answer])
+    loading: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    ready_while_loading: int = 0
+    meanwhile: list[Answer] = field(default_factory=list[Answer])
+    loaded: list[Answer] = field(default_factory=list[Answer])
     after: list[Answer] = field(default_factory=list[Answer])
     timelines: dict[str, Timeline] = field(default_factory=dict[str, Timeline])
     roots: dict[str, Span] = field(default_factory=dict[str, Span])
@@ -89,6 +93,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         server.wait_until(lambda: bool(server.health()["refused_pairs"]), "a refused pair")
         told.misfit = server.health()
         told.beside = ask_all(server, [Ask(prompt=prompt_of(i)) for i in range(4)])
+        start_slowly(server, "decode-1", told)
         server.kill("gateway-0")
         server.start("gateway-0")
         server.wait_until(lambda: server.status("/ready") == 200, "the second gateway")
@@ -209,6 +214,26 @@ def kill_behind_the_first_byte(server: OwnServer, told: Story) -> None:
     )
 
 
+def start_slowly(server: OwnServer, instance: str, told: Story) -> None:
+    """A worker dies, and the one after it is not loaded before requests were served by others."""
+
+    def state() -> str:
+        return next(p["state"] for p in server.health()["processes"] if p["instance"] == instance)
+
+    gate = server.run_dir / "gate"
+    server.kill(instance)
+    server.start(instance, gate=gate)
+    server.wait_until(lambda: state() == "loading", f"{instance} to be on its way")
+    asks = [Ask(prompt=prompt_of(i), request_id=f"meanwhile-{i}") for i in range(4)]
+    told.meanwhile = ask_all(server, asks)
+    told.ready_while_loading = server.status("/ready")
+    told.loading = [p for p in server.health()["processes"] if p["state"] != "ready"]
+    gate.touch()
+    server.wait_ready()
+    asks = [Ask(prompt=prompt_of(i), request_id=f"loaded-{i}") for i in range(4)]
+    told.loaded = ask_all(server, asks)
+
+
 @pytest.mark.case("FAIL-10")
 def test_requests_that_come_before_the_workers_are_all_served(story: Story) -> None:
     assert story.before == (503, 503)
@@ -294,6 +319,21 @@ def test_worker_that_comes_back_and_fits_nobody_is_named_and_passed(story: Story
     assert states.pop("decode-1") == "incompatible"
     assert set(states.values()) == {"ready"}
     assert [answer.status for answer in story.beside] == [200] * 4
+
+
+def test_worker_that_loads_slowly_gets_no_work_before_it_is_ready(story: Story) -> None:
+    found = [(p["instance"], p["state"], p["reason"]) for p in story.loading]
+    assert found == [("decode-1", "loading", "has not loaded its model")]
+    assert story.ready_while_loading == 200, "the others serve"
+    for answers, name, workers in (
+        (story.meanwhile, "meanwhile", {"decode-0"}),
+        (story.loaded, "loaded", {"decode-0", "decode-1"}),
+    ):
+        assert [answer.status for answer in answers] == [200] * 4
+        assert [answer.text for answer in answers] == [text_of(i, 8) for i in range(4)]
+        timelines = [story.timelines[f"{name}-{i}"] for i in range(4)]
+        assert {timeline.attempts for timeline in timelines} == {1}
+        assert {timeline.decode_worker for timeline in timelines} == workers
 
 
 def test_gateway_that_takes_over_learns_of_the_workers_and_serves(story: Story) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pdtrace import semconv as a
 from server.injection.fault import (
     Corrupt,
     Damage,
@@ -29,9 +30,11 @@ from server.injection.fault import (
 )
 from tests.support.completions import Ask, ask
 from tests.support.injection import clear, inject, injected, wait_injected
+from tests.support.recorded import spans_of
 from tests.support.server import ROOT, RunningServer, running_server
 
 pytestmark = pytest.mark.server
+S = 1_000_000_000
 
 AT_START = [
     {"kind": "delay", "at": "decode", "message": "CopyDone", "ms": 300},
@@ -130,6 +133,37 @@ def test_messages_of_all_processes_can_be_hit(server: RunningServer) -> None:
         ("repeat.DecodeRequest", 1),
     ):
         wait_injected(server, name, before[name] + times)
+
+
+@pytest.mark.parametrize(
+    ("message", "loser", "stage"),
+    [
+        ("DecodeRequest", "decode-0", "hop.dispatch"),
+        ("PrefillRequest", "prefill-0", "hop.publish"),
+    ],
+)
+def test_request_that_is_lost_on_its_way_is_served_by_a_second_attempt(
+    server: RunningServer, message: str, loser: str, stage: str
+) -> None:
+    """Soon, though no worker died: long before any deadline of either leg."""
+    fault = Drop(at=loser, message=message)
+    before = injected(server)
+    inject(server, fault)
+    answer = ask(server, Ask(prompt=message, request_id=f"lost-{message}"))
+    assert answer.status == 200
+    assert answer.text == ask(server, Ask(prompt=message)).text
+    wait_injected(server, fault, before[name_of(fault)] + 1)
+    spans = spans_of(server, f"lost-{message}")
+    first, second = sorted(
+        (span for span in spans if span.name == "attempt"), key=lambda span: span.start_ns
+    )
+    ended = [a.OUTCOME, a.OUTCOME_REASON, a.OUTCOME_BY, a.OUTCOME_STAGE]
+    assert [first.attributes[attr.key] for attr in ended] == [
+        *("failed", "request_lost", loser, stage),
+    ]
+    assert second.attributes[a.OUTCOME.key] == "completed"
+    assert first.attributes[a.HANDOFF_ID.key] != second.attributes[a.HANDOFF_ID.key]
+    assert first.end_ns - first.start_ns < 20 * S
 
 
 def test_raises_outside_of_requests_reach_no_request(server: RunningServer) -> None:

@@ -83,9 +83,10 @@ class OwnServer:
     def client(self, *, timeout_s: float = 60.0) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=timeout_s, trust_env=False)
 
-    def start(self, *instances: str, **changes: object) -> None:
+    def start(self, *instances: str, gate: Path | None = None, **changes: object) -> None:
         """Start these processes; ones that ran before become new incarnations.
 
+        gate      a file without which they do not load their engines
         changes   settings that these have of their own
         """
         for instance in instances:
@@ -95,14 +96,17 @@ class OwnServer:
                 config = msgspec.structs.replace(config, settings=settings)
             if instance in self._children:
                 config = successor(config)
-            self._children[instance] = self._spawn(config)
+            self._children[instance] = self._spawn(config, gate)
 
-    def _spawn(self, config: ProcessConfig) -> subprocess.Popen[bytes]:
+    def _spawn(self, config: ProcessConfig, gate: Path | None = None) -> subprocess.Popen[bytes]:
         path = self.run_dir / f"{config.instance}.json"
         path.write_bytes(msgspec.json.encode(config))
+        program = ["server.process", str(path)]
+        if gate is not None:
+            program = ["tests.support.slow_load", str(path), str(gate)]
         with (self.run_dir / f"{config.instance}.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "server.process", str(path)],
+                [sys.executable, "-m", *program],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stderr=log,

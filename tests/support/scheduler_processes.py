@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from pdtrace.propagation import RequestContext
-from pdtrace.stages import Mode
+from pdtrace.stages import Mode, Role
 from server.config import COLOCATED, ProcessConfig, Settings
 from server.engine.base import SamplingParams
 from server.wire.endpoints import EndpointDirectory
@@ -258,7 +258,8 @@ class Processes:
                 continue
             match received.message:
                 case Heartbeat(peer=peer) as beat:
-                    self.peers[peer.instance] = peer
+                    if beat.info is not None or beat.role == Role.TRANSFER:  # else it loads
+                        self.peers[peer.instance] = peer
                     if self.answers_beats:
                         self._answer(beat, received.arrived_ns)
                 case Tokens(instance=instance, items=items):

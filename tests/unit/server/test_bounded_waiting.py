@@ -15,7 +15,7 @@ from pdtrace.stages import GapCause, Mark, Outcome, Role
 from server.admission import MAX_PASSES, Candidate, FifoAdmission, PageBudget
 from server.colocated.policy import MAX_WAITED
 from server.config import Deadlines, Settings
-from server.preemption import SavedSequence, given_up
+from server.preemption import SavedSequence, dropped_for
 from server.request import DecodeState, PrefillState
 from server.serve import stop_worker
 from tests.support.scheduler_bus import PAGE, Cluster, Result, by_kind
@@ -226,15 +226,15 @@ def saved(name: str, admitted: int, pages: int) -> SavedSequence:
 
 def test_what_fits_into_memory_is_kept() -> None:
     others = [saved("a", 1, 3), saved("b", 2, 3)]
-    assert given_up(saved("c", 3, 4), others, max_pages=10) == ()
+    assert dropped_for(saved("c", 3, 4), others, max_pages=10) == ()
 
 
-def test_youngest_is_given_up_first_be_it_the_one_that_comes_or_one_that_is_there() -> None:
+def test_youngest_is_dropped_first_be_it_the_one_that_comes_or_one_that_is_there() -> None:
     others = [saved("old", 1, 3), saved("young", 9, 3)]
-    assert given_up(saved("new", 5, 4), others, max_pages=9) == ("young",)
-    assert given_up(saved("new", 10, 4), others, max_pages=9) == ("new",)
-    assert given_up(saved("new", 5, 4), others, max_pages=3) == ("young", "new")
-    assert given_up(saved("new", 5, 4), [], max_pages=0) == ("new",)
+    assert dropped_for(saved("new", 5, 4), others, max_pages=9) == ("young",)
+    assert dropped_for(saved("new", 10, 4), others, max_pages=9) == ("new",)
+    assert dropped_for(saved("new", 5, 4), others, max_pages=3) == ("young", "new")
+    assert dropped_for(saved("new", 5, 4), [], max_pages=0) == ("new",)
 
 
 @given(
@@ -248,7 +248,7 @@ def test_memory_is_never_exceeded_and_nobody_older_goes_before_a_younger_one(
 ) -> None:
     others = [saved(f"s{i}", 2 * i, n) for i, n in enumerate(rows)]
     victim = saved("victim", 2 * at + 1, pages)
-    gone = given_up(victim, others, max_pages=limit)
+    gone = dropped_for(victim, others, max_pages=limit)
     stay = [s for s in (*others, victim) if s.handoff_id not in gone]
     assert sum(s.pages for s in stay) <= limit
     left = {s.handoff_id: s.admitted for s in (*others, victim)}

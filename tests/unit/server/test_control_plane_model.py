@@ -204,7 +204,8 @@ class ControlPlane(RuleBasedStateMachine):
         for process in server.processes.values():
             process.frozen = False
         self._bring_back()
-        for _ in range(20):  # a second: everybody hears of everybody
+        # Everybody hears of everybody: workers ask once a second who the transfer process is.
+        for _ in range(30):
             server.turn(ms=50.0)
         server.run(until=lambda: not server.what_is_open(), limit_s=LONG_S, turn_ms=50.0)
         server.check()

@@ -139,6 +139,11 @@ ENDS: Mapping[tuple[Kind, str], End] = {
     (Tokens, "delay"): End(failed=("stream_incomplete", "hop.token")),
 }
 """What is not made good without anybody's noticing."""
+EARLY_ENDS: Mapping[tuple[Kind, str], End] = {
+    # The stream has begun: it ends with an error.
+    (CopyJob, "lose"): End(status=200, outcome="timed_out", stage="transfer", within_s=4.0),
+}
+"""Where that differs once the first token has gone out before the KV."""
 
 
 @pytest.fixture
@@ -255,6 +260,23 @@ def test_the_same_without_a_pair(
 ) -> None:
     meddler = meddle(server, kind, way, monkeypatch)
     serve_one(server, meddler, ENDS.get((kind, way), SERVED))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "kind",
+    [DecodeRequest, PrefillRequest, PagesReserved, Handoff, CopyJob, CopyDone, Tokens, LegClosed],
+    ids=lambda kind: kind.__name__,
+)
+@pytest.mark.parametrize(
+    "server", [scarce_settings(first_token="prefill")], indirect=True, ids=["early"]
+)
+def test_the_same_where_prefill_sends_the_first_token(
+    server: WholeServer, kind: Kind, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meddler = meddle(server, kind, way, monkeypatch)
+    expected = EARLY_ENDS.get((kind, way), ENDS.get((kind, way), SERVED))
+    serve_one(server, meddler, expected)
 
 
 @pytest.mark.parametrize("way", WAYS)

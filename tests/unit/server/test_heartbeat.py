@@ -13,7 +13,8 @@ import pytest
 
 from pdtrace.clock import SYSTEM_CLOCK
 from server.config import ProcessConfig, Settings
-from server.heartbeat import HeartbeatThread, Progress
+from server.engine.fake import FakeModel
+from server.heartbeat import HeartbeatThread, Progress, Serves
 from server.kv.layout import KvLayout
 from server.kv.pool import PoolDescriptor
 from server.taken import TakenRequests
@@ -23,6 +24,8 @@ from server.wire.sockets import Inbox
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
 POOL = PoolDescriptor(owner="decode-0", path="/dev/null", num_pages=4, layout=LAYOUT)
+INFO = FakeModel().info
+SERVES = Serves(info=INFO, layout=LAYOUT, pool=POOL)
 
 
 class StillClock:
@@ -74,12 +77,30 @@ def next_beat(inbox: Inbox) -> Heartbeat:
 
 
 def test_the_first_beat_comes_at_once_and_says_who_is_there(gateway: Inbox) -> None:
-    thread = HeartbeatThread(config(gateway, None, 60.0), Progress(), layout=LAYOUT)
+    thread = HeartbeatThread(config(gateway, None, 60.0), Progress(), serves=SERVES)
     thread.start()
     beat = next_beat(gateway)
     assert (beat.peer.instance, beat.peer.incarnation) == ("decode-0", "abc")
     assert (beat.role, beat.seq, beat.draining) == ("decode", 1, False)
+    assert (beat.info, beat.layout) == (INFO, LAYOUT)
+    thread.stop()
+
+
+def test_worker_that_loads_beats_and_offers_nothing_until_it_is_announced(
+    gateway: Inbox, transfer: Inbox
+) -> None:
+    thread = HeartbeatThread(config(gateway, transfer, 0.01), Progress())
+    thread.start()
+    loading = [next_beat(gateway) for _ in range(3)]
+    assert {(beat.info, beat.layout) for beat in loading} == {(None, None)}
+    assert transfer.get(0.0) is None
+    thread.announce(SERVES)
+    while (beat := next_beat(gateway)).info is None:
+        pass
     assert beat.layout == LAYOUT
+    received = transfer.get(5.0)
+    assert received is not None
+    assert received.message == RegisterPool(peer=beat.peer, pool=POOL)
     thread.stop()
 
 
@@ -128,7 +149,7 @@ def test_an_idle_loop_has_no_age() -> None:
 
 
 def test_a_pool_is_registered_with_every_beat(gateway: Inbox, transfer: Inbox) -> None:
-    thread = HeartbeatThread(config(gateway, transfer, 0.01), Progress(), pool=POOL)
+    thread = HeartbeatThread(config(gateway, transfer, 0.01), Progress(), serves=SERVES)
     thread.start()
     for _ in range(3):
         received = transfer.get(5.0)
@@ -218,7 +239,7 @@ def test_who_is_away_hears_of_everybody_as_soon_as_it_is_back(
     """Beats are an hour apart: what is said again is what was refused, and only that."""
     outbox = LostConnections({gateway.endpoint: 3, transfer.endpoint: 1})
     thread = HeartbeatThread(
-        config(gateway, transfer, 3600.0), Progress(), pool=POOL, make_outbox=lambda: outbox
+        config(gateway, transfer, 3600.0), Progress(), serves=SERVES, make_outbox=lambda: outbox
     )
     thread.start()
     assert outbox.quiet.wait(30.0)

@@ -19,7 +19,7 @@ from server.errors import StartError
 from server.injection.fault import Pause
 from server.launch import Launcher, thread_limits
 from server.listening import is_ready, listen, reachable_host
-from server.plan import plan_processes, pool_bytes, successor
+from server.plan import agent_config, plan_processes, pool_bytes, successor
 from server.process import load_config, main
 
 
@@ -96,6 +96,17 @@ def test_successor_does_not_suffer_the_faults_of_the_one_before() -> None:
 def test_successor_of_a_process_without_a_pool_has_none() -> None:
     gateway = successor(plan(Settings())["gateway-0"])
     assert (gateway.pool_path, gateway.http_fd) == (None, 7)
+
+
+def test_only_the_gateway_is_told_the_api_key() -> None:
+    settings = Settings(prefill=2, api_key="secret")
+    agent = agent_config(settings, endpoint=lambda name: f"ipc:///sock/{name}")
+    processes = {**plan(settings), "agent": agent}
+    told = {name for name, config in processes.items() if config.settings.api_key is not None}
+    assert told == {"gateway-0"}
+    again = {name: successor(config) for name, config in processes.items()}
+    assert {name for name, config in again.items() if config.settings.api_key} == told
+    assert {c.settings.prefill for c in processes.values()} == {2}
 
 
 def test_plans_survive_their_file(tmp_path: Path) -> None:

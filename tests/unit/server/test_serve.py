@@ -90,13 +90,21 @@ def receive(inbox: Inbox, kind: type[AnyMessage]) -> AnyMessage:
     raise AssertionError(f"no {kind.__name__} came")
 
 
+def ready_beat(gateway: Inbox) -> Heartbeat:
+    """The first beat of a worker that has its engine."""
+    while True:
+        beat = receive(gateway, Heartbeat)
+        assert isinstance(beat, Heartbeat)
+        if beat.info is not None:
+            return beat
+
+
 def test_worker_beats_answers_and_leaves_no_pool_behind(tmp_path: Path) -> None:
     given = config(tmp_path)
     gateway = Inbox(given.gateway_endpoint)
     outbox = Outbox()
     with contextlib.closing(gateway), contextlib.closing(outbox), running(given):
-        beat = receive(gateway, Heartbeat)
-        assert isinstance(beat, Heartbeat)
+        beat = ready_beat(gateway)
         assert beat.info is not None
         assert beat.info.name == "fake"
         assert beat.load.pages_total in {0, 8}  # 0 before the first turn
@@ -139,7 +147,7 @@ def test_mail_for_the_predecessor_at_the_address_is_not_obeyed(
     monkeypatch.setattr("server.serve.Inbox", kept_inbox)
     monkeypatch.setattr("server.serve.load_engine", load_while_mail_arrives)
     with contextlib.closing(gateway), contextlib.closing(outbox), running(given):
-        receive(gateway, Heartbeat)
+        ready_beat(gateway)
         outbox.send(given.endpoint, cancel("for-this-one"))
         closed = receive(gateway, LegClosed)
         assert isinstance(closed, LegClosed)
@@ -194,6 +202,7 @@ def test_answers_to_its_beats_become_clock_samples(tmp_path: Path) -> None:
     gateway = Inbox(given.gateway_endpoint)
     outbox = Outbox()
     with contextlib.closing(gateway), contextlib.closing(outbox), running(given):
+        ready_beat(gateway)
         for _ in range(3):
             received = gateway.get(30)
             assert received is not None and isinstance(received.message, Heartbeat)
