@@ -325,15 +325,16 @@ class Client:
 class WholeServer:
     """Everybody of one server. `close` it.
 
+    post      carries the messages; a test may have one of its own
     clients   every request that was sent
     """
 
-    def __init__(self, directory: Path, settings: Settings) -> None:
+    def __init__(self, directory: Path, settings: Settings, post: Post | None = None) -> None:
         self.settings = settings
         self.clock = FakeClock()
         self.loop = FakeTimeLoop(self.clock)
         self.rings = MemoryRings(clock=self.clock)
-        self.post = Post()
+        self.post = Post() if post is None else post
         self.clients: list[Client] = []
         self.processes: dict[str, Process] = {}
         self.ends: Counter[str] = Counter()
