@@ -68,7 +68,7 @@ EXIT_FAULT = 70
 EXIT_INTERRUPTED = 130
 
 _PIPE_WIDTH = 100
-_LEAST_WIDTH = 20
+_LEAST_WIDTH = 31  # a stage and its time, whole
 _MAX_CANDIDATES = 10
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 _P = ParamSpec("_P")
@@ -117,7 +117,10 @@ def main() -> None:
     """Entry point of the `pdtrace` command."""
     if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison] - closed by the caller
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for good
-    app(prog_name="pdtrace")
+    try:
+        app(prog_name="pdtrace")
+    except OSError as error:  # what typer prints itself: help pages and messages on usage
+        sys.exit(_fault(error))
 
 
 def _guarded(command: Callable[_P, int]) -> Callable[_P, None]:
@@ -429,7 +432,7 @@ def check(
         _print_json(report.document())
     else:
         console, ascii_only = _console()
-        console.print(check_view(report, ascii_only=ascii_only))
+        console.print(check_view(report, width=console.width, ascii_only=ascii_only))
     return 0 if report.ok else EXIT_VIOLATIONS
 
 

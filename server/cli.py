@@ -33,6 +33,8 @@ from server.wire.curve import make_keys
 
 DEFAULTS = Settings()
 RUNS = Path("run")
+_LINE_EVERY_S = 10.0
+"""How often a start that takes long says so where there is no terminal."""
 
 app = typer.Typer(
     name="python -m server",
@@ -318,9 +320,15 @@ def up(
         raise typer.Exit(EXIT_START_ERROR)
     console = Console(stderr=True, highlight=False)
     with console.status("starting", spinner="dots") as status:
+        told_s = 0.0
 
         def progress(waited: float) -> None:
-            status.update(f"starting: model and workers, {waited:.0f} s")
+            nonlocal told_s
+            line = f"starting: model and workers, {waited:.0f} s"
+            status.update(line)
+            if not console.is_terminal and waited - told_s >= _LINE_EVERY_S:
+                told_s = waited
+                print(line, file=sys.stderr, flush=True)
 
         def on_ready(launcher: Launcher) -> None:
             status.stop()

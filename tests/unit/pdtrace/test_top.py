@@ -430,7 +430,10 @@ def test_once_as_json_is_one_object(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--from", "/nothing/here"), "no such directory; give a run directory or an agent's URL"),
+        (
+            ("--from", "/nothing/here"),
+            "no such directory; give a run directory, or http://HOST:PORT of an agent",
+        ),
         (("--stage", "nonsense"), "'nonsense' is no stage; `pdtrace stages` lists them"),
         (("--from", "http://127.0.0.1:1"), "Connection refused"),
     ],
