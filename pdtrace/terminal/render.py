@@ -27,7 +27,7 @@ from pdtrace.analysis.timeline import UNEXPLAINED, Timeline, ViolationKind
 from pdtrace.analysis.verdict import Assessment, Verdict, VerdictKind
 from pdtrace.check import CheckReport
 from pdtrace.duration import seconds_text
-from pdtrace.stages import STAGE_BY_NAME, STAGES, Outcome, WaitReason
+from pdtrace.stages import STAGE_BY_NAME, STAGES, TERMS, Outcome, WaitReason
 from pdtrace.terminal.palette import COLOURS, LETTERS
 from pdtrace.terminal.waterfall import LABEL_WIDTH, NO_SIGNS, LastSigns, Waterfall, draw
 from pdtrace.terminal.why_lines import (
@@ -422,7 +422,7 @@ def check_view(
 
 
 def stages_view(*, ascii_only: bool = False) -> RenderableType:
-    """The glossary: every stage with its letter, kind, owner and meaning, the chain first."""
+    """The glossary: every stage with its letter, kind and meaning, the chain first; then terms."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
     table.add_column("stage", no_wrap=True)
@@ -437,7 +437,12 @@ def stages_view(*, ascii_only: bool = False) -> RenderableType:
             stage.kind.value,
             meaning,
         )
-    return translated([table], ascii_only=ascii_only)
+    terms = [
+        Padding(Text.assemble((f"{term}: ", "bold"), meaning), (0, 0, 0, 2), expand=False)
+        for term, meaning in TERMS.items()
+    ]
+    blocks: list[RenderableType] = [table, Text(), Text("Terms", style="bold"), *terms]
+    return translated(blocks, ascii_only=ascii_only)
 
 
 # One character each, so that columns stay aligned.

@@ -18,10 +18,10 @@ import msgspec
 import pytest
 
 from pdtrace.errors import LiveError
-from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState, WaitNow
+from pdtrace.inflight import Halt, InFlight, Look, ProcessNow, ProcessState, WaitNow
 from pdtrace.live import looks as live_looks
 from pdtrace.live.looks import AgentLooks, RingLooks
-from pdtrace.live.process_view import STALLED_AFTER_S
+from pdtrace.live.process_view import HALTED_AFTER_S
 from pdtrace.live.run_looks import open_looks
 from pdtrace.otlp import json_lines
 from pdtrace.propagation import RequestContext
