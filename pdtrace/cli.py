@@ -44,6 +44,7 @@ from pdtrace.live.run_looks import open_looks, run_of_agent
 from pdtrace.patience import Patience
 from pdtrace.stages import STAGE_BY_NAME
 from pdtrace.terminal.documents import stages_document, why_document
+from pdtrace.terminal.following import DEFAULT_INTERVAL_S, follow
 from pdtrace.terminal.render import (
     MAX_WIDTH,
     check_view,
@@ -59,7 +60,7 @@ from pdtrace.terminal.selection import (
     select_request,
     select_slowest,
 )
-from pdtrace.terminal.top import DEFAULT_INTERVAL_S, DEFAULT_LIMIT, follow, top_document, top_view
+from pdtrace.terminal.top import DEFAULT_LIMIT, top_document, top_view
 from pdtrace.terminal.whole_words import WholeWords
 
 EXIT_VIOLATIONS = 1

@@ -27,7 +27,8 @@ from pdtrace.errors import LiveError
 from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState, WaitNow
 from pdtrace.recorder import Recorder
 from pdtrace.stages import Role, WaitReason
-from pdtrace.terminal.top import follow, ordered, times_usual, top_document, top_view
+from pdtrace.terminal.following import follow
+from pdtrace.terminal.top import ordered, times_usual, top_document, top_view
 from pdtrace.testing import open_recorders, record_request
 
 ROOT = Path(__file__).resolve().parents[3]
