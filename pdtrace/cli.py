@@ -44,6 +44,7 @@ from pdtrace.live.run_looks import open_looks, run_of_agent
 from pdtrace.patience import Patience
 from pdtrace.stages import STAGE_BY_NAME
 from pdtrace.terminal.documents import stages_document, why_document
+from pdtrace.terminal.following import DEFAULT_INTERVAL_S, follow
 from pdtrace.terminal.render import (
     MAX_WIDTH,
     check_view,
@@ -59,7 +60,7 @@ from pdtrace.terminal.selection import (
     select_request,
     select_slowest,
 )
-from pdtrace.terminal.top import DEFAULT_INTERVAL_S, DEFAULT_LIMIT, follow, top_document, top_view
+from pdtrace.terminal.top import DEFAULT_LIMIT, top_document, top_view
 from pdtrace.terminal.whole_words import WholeWords
 
 EXIT_VIOLATIONS = 1
@@ -68,7 +69,7 @@ EXIT_FAULT = 70
 EXIT_INTERRUPTED = 130
 
 _PIPE_WIDTH = 100
-_LEAST_WIDTH = 20
+_LEAST_WIDTH = 31  # a stage and its time, whole
 _MAX_CANDIDATES = 10
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 _P = ParamSpec("_P")
@@ -117,7 +118,10 @@ def main() -> None:
     """Entry point of the `pdtrace` command."""
     if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison] - closed by the caller
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for good
-    app(prog_name="pdtrace")
+    try:
+        app(prog_name="pdtrace")
+    except OSError as error:  # what typer prints itself: help pages and messages on usage
+        sys.exit(_fault(error))
 
 
 def _guarded(command: Callable[_P, int]) -> Callable[_P, None]:
@@ -429,7 +433,7 @@ def check(
         _print_json(report.document())
     else:
         console, ascii_only = _console()
-        console.print(check_view(report, ascii_only=ascii_only))
+        console.print(check_view(report, width=console.width, ascii_only=ascii_only))
     return 0 if report.ok else EXIT_VIOLATIONS
 
 

@@ -17,6 +17,7 @@ from pdtrace.stages import (
     MARKS,
     OPTIONAL_STAGES,
     STAGES,
+    TERMS,
     GapCause,
     Kind,
     Mark,
@@ -100,7 +101,16 @@ _SCALES: Mapping[Scale, str] = MappingProxyType(
 def page() -> str:
     """The whole page, Markdown."""
     return "\n".join(
-        [*_intro(), *_chains(), *_stage_tables(), *_marks(), *_reasons(), *_gap_causes(), *_ends()]
+        [
+            *_intro(),
+            *_terms(),
+            *_chains(),
+            *_stage_tables(),
+            *_marks(),
+            *_reasons(),
+            *_gap_causes(),
+            *_ends(),
+        ]
     )
 
 
@@ -119,6 +129,12 @@ def _intro() -> Iterable[str]:
     yield from _table(("kind", "meaning"), ((kind.value, text) for kind, text in _KINDS.items()))
 
 
+def _terms() -> Iterable[str]:
+    yield "## Terms"
+    yield ""
+    yield from _table(("term", "meaning"), TERMS.items())
+
+
 def _chains() -> Iterable[str]:
     yield "## Chains"
     yield ""
@@ -131,6 +147,12 @@ def _chains() -> Iterable[str]:
     yield (
         f"A completed request may lack {optional} (an answer without content has no first token), "
         "and after one output token everything that follows `prefill.compute`."
+    )
+    yield ""
+    yield (
+        "An answer in one piece (`gen_ai.request.stream` is false) sends its first token with its "
+        "last: its time to first token, `pd.ttft`, is as long as its generation. Metrics keep the "
+        "two apart by the label `streamed`."
     )
     yield ""
 
@@ -202,6 +224,12 @@ def _ends() -> Iterable[str]:
     yield "## Outcomes"
     yield ""
     yield from _table(("outcome", "meaning"), ((f"`{o.value}`", _OUTCOMES[o]) for o in Outcome))
+    yield (
+        "A request whose end was overwritten in its ring before anybody read it has no outcome: it "
+        "is shown as `outcome unknown`, with `no_end_recorded` as its reason, and counts as "
+        "incomplete."
+    )
+    yield ""
 
 
 def _mark(mark: Mark) -> str:

@@ -660,3 +660,32 @@ class Gauge(IntEnum):
     HELD_PAGES = 14
     RECORDING_DETAIL = 15
     RECORDING_SHARE_PPM = 16
+
+
+TERMS: Mapping[str, str] = MappingProxyType(
+    {
+        "attempt": "One try at a request by one pair of workers, counted from 1. There is a second "
+        "one only if the first failed before anything of the answer was sent.",
+        "leg": "One worker's part in an attempt: the prefill leg computes the prompt, the decode "
+        "leg generates. A colocated worker has one leg for both.",
+        "pair": "The prefill worker and the decode worker of an attempt. Two workers fit together "
+        "if model, tokenizer, data type, page size and protocol agree.",
+        "handoff": "What passes a prompt's KV from the prefill leg to the decode leg. Its id "
+        "(`pd.handoff.id`) stands for the attempt in messages and logs.",
+        "handshake": "Decode tells prefill which of its pages the KV is for, and both that they "
+        "fit together.",
+        "boundary token": "The first output token: prefill samples it where prompt and answer "
+        "meet, decode commits it. Its own KV is computed by decode's first step.",
+        "beside": "Of a stage: it shows time that the chain has already, from another process "
+        "(`prefill.bootstrap`), in detail (`transfer.copy`), or past the answer (`prefill.hold`). "
+        "It adds nothing to the sum.",
+        "step": "One forward pass of a worker, over the requests of its batch.",
+        "blocker": "A request that is in the way of another: it holds the pages, the slot or the "
+        "worker that the other one waits for.",
+        "usual": "The median of the same stage in the other completed requests, for as many tokens "
+        "where the stage grows with tokens.",
+        "excess": "What a stage took above its usual time. The percentage in a verdict is the "
+        "excess as a part of the whole request.",
+    }
+)
+"""Words of the pages, messages and views that are no stage, mark, reason or outcome."""

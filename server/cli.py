@@ -6,7 +6,9 @@ stopping is `server.launch`. `pdtrace` is another program (`pdtrace.cli`).
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -33,6 +35,9 @@ from server.wire.curve import make_keys
 
 DEFAULTS = Settings()
 RUNS = Path("run")
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+_LINE_EVERY_S = 10.0
+"""How often a start that takes long says so where there is no terminal."""
 
 app = typer.Typer(
     name="python -m server",
@@ -318,16 +323,26 @@ def up(
         raise typer.Exit(EXIT_START_ERROR)
     console = Console(stderr=True, highlight=False)
     with console.status("starting", spinner="dots") as status:
+        told_s = 0.0
 
         def progress(waited: float) -> None:
-            status.update(f"starting: model and workers, {waited:.0f} s")
+            nonlocal told_s
+            line = f"starting: model and workers, {waited:.0f} s"
+            status.update(line)
+            if not console.is_terminal and waited - told_s >= _LINE_EVERY_S:
+                told_s = waited
+                print(line, file=sys.stderr, flush=True)
 
         def on_ready(launcher: Launcher) -> None:
             status.stop()
-            if as_json:
-                print(json.dumps(msgspec.to_builtins(launcher.state())), flush=True)
-            else:
-                describe(launcher, Console(highlight=False))
+            try:
+                if as_json:
+                    print(json.dumps(msgspec.to_builtins(launcher.state())), flush=True)
+                else:
+                    describe(launcher, _Console(highlight=False))
+            except OSError as error:  # that nobody hears it is no reason not to serve
+                print(f"warning: {_unwritable(error)}", file=sys.stderr)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
         exit_code = run_server(
             settings,
@@ -498,6 +513,18 @@ def describe(launcher: Launcher, console: Console) -> None:
     console.print("Ctrl-C stops it.")
 
 
+class _Console(Console):
+    """A console that leaves it to the caller what follows when its reader has left."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def _unwritable(error: OSError) -> str:
+    return f"cannot write {error.filename or 'the output'}: {error.strerror or error}"
+
+
 def main() -> None:
     """Entry of `python -m server`. Ends the process: once a server has stopped, taking this
     interpreter apart would take longer on a busy machine than stopping the server did."""
@@ -505,3 +532,8 @@ def main() -> None:
         app(prog_name="python -m server")
     except SystemExit as end:
         leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        print(f"error: {_unwritable(error)}", file=sys.stderr)
+        leave(EXIT_START_ERROR)

@@ -38,7 +38,10 @@ LATEST_RUN = "latest"
 _BESIDE_TRACES = frozenset({STATE_NAME, "agent.json", "server.json", "export-cursors.json"})
 """Files of a run directory that are no traces."""
 
-SUPPORTED = "a run directory, OTLP JSON lines (file or folder, plain or gzip), or - for stdin"
+SUPPORTED = (
+    "a run directory, OTLP JSON lines (file or folder, plain or gzip), the http://HOST:PORT of an "
+    "agent, or - for stdin"
+)
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
 """A longer line, or a document of several lines, is refused rather than held in memory."""

@@ -53,6 +53,7 @@ MAX_LEARNT = 200
 MAX_KEPT = 5_000
 """Finished requests, the latest ones, kept to be asked for."""
 
+_WITHOUT_AGENT = "the rings tell without an agent: give the run directory"
 _MAX_READS = 64
 _FEW = 1_000
 _ROLES = tuple(Role)
@@ -83,8 +84,10 @@ class AgentLooks:
             raise LiveError(f"{url}: give http://HOST:PORT as the agent prints it")
         self.name = url
         self._timeout_s = timeout_s
-        base = url.rstrip("/").removesuffix("/inflight")
-        self._url = f"{base}/inflight?limit={MAX_REQUESTS}"
+        self._base = url.rstrip("/").removesuffix("/inflight")
+        if self._base in {"http:", "https:"}:
+            raise LiveError(f"{url}: no host; give http://HOST:PORT as the agent prints it")
+        self._url = f"{self._base}/inflight?limit={MAX_REQUESTS}"
         # An agent listens on loopback: no proxy knows it.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -96,30 +99,32 @@ class AgentLooks:
         except urllib.error.HTTPError as error:
             error.close()
             raise LiveError(
-                f"{self._url} answers {error.code} {error.reason}: is it an agent?"
+                f"{self._base} answers {error.code} {error.reason}: is it an agent?"
             ) from error
         except TimeoutError as error:
             raise self._silent() from error
         except urllib.error.URLError as error:
             if isinstance(error.reason, TimeoutError):
                 raise self._silent() from error
-            raise LiveError(f"{self._url}: {_reason(error.reason)}") from error
+            reason = _reason(error.reason)
+            if isinstance(error.reason, ConnectionRefusedError):
+                reason += f": no agent listens there; {_WITHOUT_AGENT}"
+            raise LiveError(f"{self._base}: {reason}") from error
         except (OSError, ValueError) as error:
-            raise LiveError(f"{self._url}: {_reason(error)}") from error
+            raise LiveError(f"{self._base}: {_reason(error)}") from error
         if len(body) > MAX_ANSWER_BYTES:
-            raise LiveError(f"{self._url} answers more than {MAX_ANSWER_BYTES} bytes")
+            raise LiveError(f"{self._base} answers more than {MAX_ANSWER_BYTES} bytes")
         try:
             return msgspec.json.decode(body, type=Look)
         except msgspec.MsgspecError as error:
-            raise LiveError(f"{self._url} is no agent's answer: {error}") from error
+            raise LiveError(f"what {self._base} says is no agent's answer: {error}") from error
 
     def close(self) -> None:
         """Nothing is held between looks."""
 
     def _silent(self) -> LiveError:
         return LiveError(
-            f"{self._url} did not answer within {self._timeout_s:g} s; the rings tell without "
-            "an agent: give the run directory"
+            f"{self._base} did not answer within {self._timeout_s:g} s; {_WITHOUT_AGENT}"
         )
 
 
@@ -175,7 +180,8 @@ class RingLooks:
         for source, run in zip(sources, self.runs, strict=True):
             if not run.is_dir():
                 raise LiveError(
-                    f"{source}: no such directory; give a run directory or an agent's URL"
+                    f"{source}: no such directory; give a run directory, or http://HOST:PORT of an "
+                    "agent"
                 )
         self._directories = [rings_folder(run) for run in self.runs]
         for directory in self._directories:

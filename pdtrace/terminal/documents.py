@@ -18,7 +18,7 @@ from typing import Any
 from pdtrace.analysis.sources import Recording
 from pdtrace.analysis.timeline import UNEXPLAINED, Timeline
 from pdtrace.analysis.verdict import Verdict
-from pdtrace.stages import CHAINS, MARKS, STAGES
+from pdtrace.stages import CHAINS, MARKS, STAGES, TERMS
 from pdtrace.terminal.palette import LETTERS
 
 WHY_SCHEMA = "pdtrace.why/1"
@@ -164,6 +164,7 @@ def stages_document() -> dict[str, Any]:
             }
             for stage in STAGES
         ],
+        "terms": [{"term": term, "meaning": meaning} for term, meaning in TERMS.items()],
         "chains": {mode.value: [stage.name for stage in chain] for mode, chain in CHAINS.items()},
         "marks": [
             {

@@ -27,7 +27,7 @@ from pdtrace.analysis.timeline import UNEXPLAINED, Timeline, ViolationKind
 from pdtrace.analysis.verdict import Assessment, Verdict, VerdictKind
 from pdtrace.check import CheckReport
 from pdtrace.duration import seconds_text
-from pdtrace.stages import STAGE_BY_NAME, STAGES, Outcome, WaitReason
+from pdtrace.stages import STAGE_BY_NAME, STAGES, TERMS, Outcome, WaitReason
 from pdtrace.terminal.palette import COLOURS, LETTERS
 from pdtrace.terminal.waterfall import LABEL_WIDTH, NO_SIGNS, LastSigns, Waterfall, draw
 from pdtrace.terminal.why_lines import (
@@ -43,7 +43,16 @@ from pdtrace.terminal.why_lines import (
 MAX_WIDTH = 120
 MAX_VIOLATIONS = 12
 MAX_LACKS = 5
-_WIDTH_FOR = {"bar": 72, "above": 62, "usual": 52, "outcome": 72, "why": 62}
+_WIDTH_FOR = {
+    "bar": 72,
+    "above": 62,
+    "usual": 52,
+    "pointer": 42,
+    "share": 39,
+    "outcome": 72,
+    "why": 62,
+    "title": 60,
+}
 """Columns of tables that narrower terminals go without, so that names and numbers are never cut."""
 _DETAIL_SHARE = 0.05  # nested stages of shorter stages are left out of the table
 _MAX_ID = 128
@@ -259,21 +268,24 @@ class _StageTable:
         add_column("", width=1)
         add_column("stage", no_wrap=True, min_width=19)
         add_column("time", justify="right", no_wrap=True)
-        add_column("share", justify="right", no_wrap=True)
+        if "share" not in self.left_out:
+            add_column("share", justify="right", no_wrap=True)
         if "bar" not in self.left_out:
             add_column("", width=self.bar_width, no_wrap=True)
         if "usual" not in self.left_out:
             add_column("usual", justify="right", no_wrap=True)
         if "above" not in self.left_out:
             add_column("above", justify="right", no_wrap=True)
-        add_column("", width=1)
+        if "pointer" not in self.left_out:
+            add_column("", width=1)
         for part in self.timeline.parts:
             if part.name != UNEXPLAINED:
                 self._add_stage(part.name, part.ns)
         rest = self.timeline.unexplained_ns
         self._add(UNEXPLAINED, rest, letter=rest > 0)
         total = Text("total", style="bold")
-        self.table.add_row("", total, seconds_text(self.timeline.total_ns), "100 %")
+        took: list[RenderableType] = ["", total, seconds_text(self.timeline.total_ns)]
+        self.table.add_row(*took, *(() if "share" in self.left_out else ("100 %",)))
         for stage in STAGES:
             if stage.name in drawn - self.named:
                 self._add_beside(stage.name)
@@ -288,7 +300,8 @@ class _StageTable:
             if index is not None
         )
         letter = Text(LETTERS[name], style=COLOURS[name])
-        self.table.add_row(letter, Text(name, "dim"), Text(seconds_text(covered), "dim"), "beside")
+        row = [letter, Text(name, "dim"), Text(seconds_text(covered), "dim")]
+        self.table.add_row(*row, *(() if "share" in self.left_out else ("beside",)))
 
     def _add_stage(self, name: str, ns: int) -> None:
         pauses = any(self.timeline.detail_ns(name, n) for n in NESTED_LEAVES.get(name, ()))
@@ -375,12 +388,17 @@ def _section(title: str, lines: Sequence[str], *, style: str = "") -> list[Rende
     ]
 
 
-def check_view(report: CheckReport, *, ascii_only: bool = False) -> RenderableType:
-    """The rules of a check with their counts, examples of breaches, and the result."""
+def check_view(
+    report: CheckReport, *, width: int = MAX_WIDTH, ascii_only: bool = False
+) -> RenderableType:
+    """The rules of a check with their counts, examples of breaches, and the result; in a narrow
+    terminal the rules by name alone."""
+    with_titles = width >= _WIDTH_FOR["title"]
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
     table.add_column("rule", no_wrap=True)
-    table.add_column("")
+    if with_titles:
+        table.add_column("")
     table.add_column("checked", justify="right")
     table.add_column("broken", justify="right")
     for rule in report.rules:
@@ -388,7 +406,7 @@ def check_view(report: CheckReport, *, ascii_only: bool = False) -> RenderableTy
         table.add_row(
             Text("✓" if ok else "✗", style="green" if ok else "bold red"),
             Text(rule.name, style="" if ok else "bold red"),
-            Text(rule.title, style="" if ok else "bold red"),
+            *([Text(rule.title, style="" if ok else "bold red")] if with_titles else []),
             f"{rule.checked}",
             Text(f"{rule.broken}", style="" if ok else "bold red"),
         )
@@ -404,7 +422,7 @@ def check_view(report: CheckReport, *, ascii_only: bool = False) -> RenderableTy
 
 
 def stages_view(*, ascii_only: bool = False) -> RenderableType:
-    """The glossary: every stage with its letter, kind, owner and meaning, the chain first."""
+    """The glossary: every stage with its letter, kind and meaning, the chain first; then terms."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
     table.add_column("stage", no_wrap=True)
@@ -419,7 +437,12 @@ def stages_view(*, ascii_only: bool = False) -> RenderableType:
             stage.kind.value,
             meaning,
         )
-    return translated([table], ascii_only=ascii_only)
+    terms = [
+        Padding(Text.assemble((f"{term}: ", "bold"), meaning), (0, 0, 0, 2), expand=False)
+        for term, meaning in TERMS.items()
+    ]
+    blocks: list[RenderableType] = [table, Text(), Text("Terms", style="bold"), *terms]
+    return translated(blocks, ascii_only=ascii_only)
 
 
 # One character each, so that columns stay aligned.

@@ -40,7 +40,8 @@ from pdtrace.ring import scan_rings
 from pdtrace.ring.losses import WriterEnd
 from pdtrace.spans import Span
 from pdtrace.stages import Outcome
-from pdtrace.terminal.top import Standings, ordered
+from pdtrace.terminal.standings import Standings
+from pdtrace.terminal.top import ordered
 from pdtrace.terminal.waterfall import LastSigns
 
 MAX_FROM_RINGS = 500

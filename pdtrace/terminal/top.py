@@ -1,7 +1,7 @@
 """`pdtrace top`: the requests in flight, the worst first, and the processes that serve them.
 
-Owns the order, the layout and the loop that looks again and again; where looks come from is
-`pdtrace.live.looks`'s. Pure but for `follow`.
+Owns the order and the layout; where looks come from is `pdtrace.live.looks`'s, looking again and
+again `pdtrace.terminal.following`'s. Pure.
 
 The order: requests that are stuck; those whose stage is older than usual, by how many times; those
 whose stage has no usual time yet, by the stage's age; then the others. What was answered already
@@ -10,36 +10,28 @@ comes last. A usual time below a millisecond counts as one.
 
 from __future__ import annotations
 
-import json
-import time
 from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from pdtrace.analysis.waits import describe_wait_now, listed
 from pdtrace.duration import seconds_text
-from pdtrace.errors import LiveError
 from pdtrace.inflight import END_UNKNOWN, InFlight, Look, ProcessNow, ProcessState
-from pdtrace.live.looks import LookSource
-from pdtrace.live.process_view import standing
-from pdtrace.stages import STAGE_BY_NAME, Role, WaitReason
+from pdtrace.stages import Role
 from pdtrace.terminal.palette import COLOURS
 from pdtrace.terminal.render import clean, translated
+from pdtrace.terminal.standings import Standings
 
 TOP_SCHEMA = "pdtrace.top/1"
 DEFAULT_LIMIT = 20
-DEFAULT_INTERVAL_S = 1.0
-MAX_PROMPTS = 3
-"""Requests named whose prompts a stalled process is at."""
 
 _WIDE = 110
 """Columns from which on attempt and workers stand in the row, not below it."""
@@ -50,12 +42,10 @@ _FEW = 5
 _SEVERAL = 2
 _ID_LEAST = 8
 """Columns that a request's id has at least; others make room for it."""
-_COMPUTE = "prefill.compute"
 _LEAST_USUAL_S = 1e-3
 _SLOW_RATIO = 3.0
 _FULL_DETAIL = 3
 _ROLES = tuple(role.value for role in Role)
-_WORKERS = frozenset(_ROLES) - {Role.GATEWAY.value, Role.TRANSFER.value}
 _STATE_STYLES = {
     ProcessState.ALIVE: "green",
     ProcessState.STALLED: "bold red",
@@ -291,48 +281,6 @@ def _styles(request: InFlight) -> dict[int, str]:
     return {0: "bold red", 2: colour, 3: late, 4: "dim", 5: late, 7: "dim", 8: "dim"}
 
 
-class Standings:
-    """Sentences on the processes of a look that cannot go on."""
-
-    def __init__(self, look: Look) -> None:
-        self._processes = look.processes
-        self._prompts: defaultdict[str, list[str]] = defaultdict(list)
-        for request in sorted(look.requests, key=lambda request: -request.stage_age_s):
-            if request.stage == _COMPUTE and request.worker and request.ended is None:
-                self._prompts[request.worker].append(request.request_id)
-
-    def of(self, request: InFlight, *, all_legs: bool) -> list[str]:
-        """Those on processes that a request needs.
-
-        all_legs  also on its workers that do not have to end its stage; what was answered is held
-                  by any of them
-        """
-        names = {request.worker}
-        stage = STAGE_BY_NAME.get(request.stage or "")
-        roles = stage.roles if stage is not None and request.worker is None else ()
-        if request.wait is not None and request.wait.reason == WaitReason.NO_WORKER:
-            roles = _WORKERS
-        if all_legs or request.ended is not None:
-            names |= {request.prefill_worker, request.decode_worker}
-        sentences = [
-            sentence
-            for process in self._processes
-            if process.instance in names or process.role in roles
-            if (sentence := self._sentence(process))
-        ]
-        return list(dict.fromkeys(sentences))
-
-    def _sentence(self, process: ProcessNow) -> str | None:
-        clause = standing(process)
-        if clause is None:
-            return None
-        # What keeps the others waiting, unless the process was stopped by somebody.
-        prompts: Sequence[str] = ()
-        if process.state is ProcessState.STALLED and process.halt is None:
-            prompts = self._prompts.get(process.instance, ())[:MAX_PROMPTS]
-        return clause + (f", in the prompt of {listed(prompts)}." if prompts else ".")
-
-
 def _waits_for(request: InFlight) -> str | None:
     """The wait in words; None if none was recorded."""
     wait = request.wait
@@ -436,59 +384,3 @@ def _cut(text: str, width: int) -> str:
 
 def _many(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def follow(
-    source: LookSource,
-    console: Console,
-    *,
-    stage: str | None,
-    limit: int | None,
-    interval_s: float,
-    as_json: bool,
-    ascii_only: bool,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Looks again every `interval_s` until interrupted, or until the output's reader leaves.
-
-    On a terminal the view stays in place; elsewhere each look is printed below the last, as JSON on
-    one line with `as_json`. A source that stops answering is told among the problems, under what it
-    said last. Raises LiveError if the first look fails, BrokenPipeError if JSON has no reader.
-    """
-    if stage is not None:
-        assert stage in STAGE_BY_NAME
-    last = source.look()
-    in_place = console.is_terminal and not as_json
-
-    def view() -> RenderableType:
-        return top_view(
-            last,
-            source=source.name,
-            width=console.width,
-            stage=stage,
-            limit=limit or DEFAULT_LIMIT,
-            height=console.height if in_place else None,
-            ascii_only=ascii_only,
-        )
-
-    def following() -> None:
-        nonlocal last
-        sleep(interval_s)
-        try:
-            last = source.look()
-        except LiveError as error:
-            last = msgspec.structs.replace(last, problems=(str(error),))
-
-    if in_place:
-        with Live(view(), console=console, auto_refresh=False, vertical_overflow="crop") as live:
-            while True:
-                following()
-                live.update(view(), refresh=True)
-    while not console.quiet:
-        if as_json:
-            document = top_document(last, source=source.name, stage=stage, limit=limit)
-            print(json.dumps(document, allow_nan=False), flush=True)
-        else:
-            console.print(view())
-            console.print(Text())
-        following()

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from pdtrace.errors import PdtraceError
@@ -81,7 +88,8 @@ def _play_all(
         TimeElapsedColumn(),
     )
     with tempfile.TemporaryFile("w+") as errors, Progress(*columns, console=console) as progress:
-        bar = progress.add_task("starting the server", total=total)
+        bar = progress.add_task("", total=total)
+        _begin(progress, bar, "starting the server")
         server, state = _start(run_dir, errors, options)
         point_latest(run_dir.absolute())  # as `up` does once it serves: one may look meanwhile
         try:
@@ -91,7 +99,7 @@ def _play_all(
             )
 
             def scene(name: str, sent: Sequence[DemoRequest], at_once: int) -> list[ClientView]:
-                progress.update(bar, description=name)
+                _begin(progress, bar, name, len(sent))
                 return asyncio.run(
                     play(
                         url,
@@ -109,7 +117,7 @@ def _play_all(
             views += scene(f"traffic, stalls of {stall_ms / 1000:.1f} s", traffic, scenario.AT_ONCE)
             views += scene("a full KV pool", full_pool, len(full_pool))
             requests += [*traffic, *full_pool]
-            progress.update(bar, description="stopping the server")
+            _begin(progress, bar, "stopping the server")
             server.send_signal(signal.SIGTERM)
             if server.wait(timeout=_STOP_S) != 0:
                 raise DemoError(f"the server did not stop cleanly: {_tail(errors)}")
@@ -119,6 +127,13 @@ def _play_all(
                 server.wait()
         progress.update(bar, description="done")
     return requests, views
+
+
+def _begin(progress: Progress, bar: TaskID, name: str, num_requests: int = 0) -> None:
+    """Say what comes now: where there is no bar, in a line of its own."""
+    progress.update(bar, description=name)
+    if not progress.console.is_terminal:
+        progress.console.print(f"{name}: {num_requests} requests" if num_requests else name)
 
 
 def _start(

@@ -85,7 +85,11 @@ class Call:
         if self.first_write_ns is None:
             self.first_write_ns = at_ns
             self.trace.mark(Mark.FIRST_TOKEN_SENT, at_ns=at_ns)
-            metrics.first_token(self.operation, (at_ns - self.received_ns) / NS_PER_S)
+            metrics.first_token(
+                self.operation,
+                (at_ns - self.received_ns) / NS_PER_S,
+                streamed=self.responder.streams,
+            )
         elif self.last_write_ns is not None:
             metrics.gap(self.operation, (at_ns - self.last_write_ns) / NS_PER_S)
         self.last_write_ns = at_ns

@@ -33,6 +33,8 @@ BUCKETS_S = duration_edges_from(os.environ)
 
 MEASURED_STAGES = ("gateway.ingest", "gateway.queue", "gateway.route", "gateway.dispatch")
 
+_STREAMED = {True: "true", False: "false"}
+
 _logger = logging.getLogger(__name__)
 
 
@@ -105,7 +107,9 @@ class GatewayMetrics:
 
         self._ttft = seconds(
             "gen_ai_server_time_to_first_token_seconds",
-            "First request byte received to first content bytes written.",
+            "First request byte received to first content bytes written; of an answer in one piece "
+            "to its end.",
+            (*labels, "streamed"),
         )
         self._tpot = seconds(
             "gen_ai_server_time_per_output_token_seconds",
@@ -192,7 +196,8 @@ class GatewayMetrics:
         self._retries.labels(WorkerLost.code, Outcome.COMPLETED)
         for operation in Operation:
             self._requests.labels(operation, Outcome.COMPLETED, "")
-            self._ttft.labels(operation, model)
+            for streamed in _STREAMED.values():
+                self._ttft.labels(operation, model, streamed)
             self._tpot.labels(operation, model)
             self._gap.labels(operation, model)
             self._duration.labels(operation, model, "")
@@ -208,8 +213,8 @@ class GatewayMetrics:
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
-    def first_token(self, operation: Operation, seconds: float) -> None:
-        self._observe(self._ttft.labels(operation, self._model), seconds)
+    def first_token(self, operation: Operation, seconds: float, *, streamed: bool) -> None:
+        self._observe(self._ttft.labels(operation, self._model, _STREAMED[streamed]), seconds)
 
     def gap(self, operation: Operation, seconds: float) -> None:
         self._observe(self._gap.labels(operation, self._model), seconds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import ClassVar
 
 from starlette.types import Send
 
@@ -30,7 +31,10 @@ class Responder:
 
     headers     identity of the request; sent with every status line
     timeout_s   how long the client may leave its socket full before it counts as gone
+    streams     whether tokens are written as they come; otherwise all at the end
     """
+
+    streams: ClassVar[bool] = False
 
     def __init__(self, send: Send, headers: RawHeaders, *, timeout_s: float) -> None:
         self._send = send
@@ -106,6 +110,8 @@ class Responder:
 
 class StreamResponder(Responder):
     """Server-sent events: opening, deltas, finish, usage if asked for, `[DONE]`."""
+
+    streams = True
 
     def __init__(
         self,

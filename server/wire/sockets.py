@@ -463,8 +463,10 @@ class Outbox:
 
     def close(self) -> None:
         """Give queued messages `linger_s` to leave, then close. Idempotent."""
+        until_s = time.monotonic() + self._linger_ms / 1000
         for endpoint, peer in self._peers.items():
-            _follow_connection(peer)
+            if peer.sent:
+                _await_connection(peer, until_s)
             if peer.connected is None and peer.sent:
                 _logger.warning(
                     "%d messages for %s were not delivered: nobody has answered there",
@@ -537,6 +539,14 @@ def _follow_connection(peer: _Peer) -> None:
         peer.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if event != zmq.EVENT_DISCONNECTED:
             peer.denied = not peer.connected
+
+
+def _await_connection(peer: _Peer, until_s: float) -> None:
+    """Learn whether a peer was ever reached; one that has just been written to may be still."""
+    _follow_connection(peer)
+    if peer.connected is None:
+        peer.monitor.poll(max(0, round((until_s - time.monotonic()) * 1000)))
+        _follow_connection(peer)
 
 
 def _close_peer(peer: _Peer, *, linger_ms: int) -> None:

@@ -125,6 +125,8 @@ def test_what_is_in_flight_is_seen_whatever_stops_or_dies(server: RunningServer)
     look = until(run, lambda look: states(look)["decode-0"] == "stalled")
     assert {r["request_id"] for r in look["requests"]} == {"long-0", "long-1", "waits"}
     assert states(look)["prefill-0"] == "alive"
+    why = " ".join(pdtrace("why", "waits", "--from", run).stdout.split())
+    assert f"decode-0 (pid {server.pid('decode-0')}) is stopped by a signal (SIGSTOP)" in why
     os.kill(server.pid("agent"), signal.SIGCONT)
 
     # And dies, with them.

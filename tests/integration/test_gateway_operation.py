@@ -167,8 +167,8 @@ async def test_metrics_count_what_happened(tmp_path: Path) -> None:
     chat = 'gen_ai_operation_name="chat",gen_ai_request_model="fake"'
     stream = 'gen_ai_operation_name="text_completion",gen_ai_request_model="fake"'
     for line in (
-        f"gen_ai_server_time_to_first_token_seconds_count{{{chat}}} 1.0",
-        f"gen_ai_server_time_to_first_token_seconds_count{{{stream}}} 1.0",
+        f'gen_ai_server_time_to_first_token_seconds_count{{{chat},streamed="false"}} 1.0',
+        f'gen_ai_server_time_to_first_token_seconds_count{{{stream},streamed="true"}} 1.0',
         f"gen_ai_server_time_per_output_token_seconds_count{{{stream}}} 1.0",
         f"pd_inter_token_gap_seconds_count{{{stream}}} 5.0",
         'pd_requests_total{gen_ai_operation_name="chat",outcome="completed",reason=""} 1.0',

@@ -437,7 +437,7 @@ def test_span_on_a_monotonic_clock_breaks_a_rule_and_no_length(tmp_path: Path) -
     assert request["unexplained_ns"] == pytest.approx(120e6, abs=1e5)
 
 
-@pytest.mark.parametrize(("columns", "width"), [("0", 100), ("x", 100), ("1", 20), ("60", 60)])
+@pytest.mark.parametrize(("columns", "width"), [("0", 100), ("x", 100), ("1", 31), ("60", 60)])
 def test_odd_widths_still_show_text(
     recording: Path, monkeypatch: pytest.MonkeyPatch, columns: str, width: int
 ) -> None:
@@ -454,6 +454,38 @@ def test_closed_standard_output_is_no_fault(recording: Path) -> None:
         ["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False
     )
     assert (finished.returncode, finished.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("columns", [31, 39, 42, 52, 62, 72])
+def test_numbers_are_whole_in_a_narrow_terminal(
+    recording: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = invoke("why", "--from", recording).stdout
+    assert max(map(len, text.splitlines())) <= columns
+    table = text.partition("   stage ")[2]
+    assert "…" not in table
+    for stage in ("decode.reserve", "prefill.compute", "unexplained", "total"):
+        assert re.search(rf"{re.escape(stage)} +[\d.]+ (s|ms|µs|ns)", table)
+    checked = invoke("check", "--from", recording).stdout
+    assert max(map(len, checked.splitlines())) <= columns
+    assert re.search(r"unexplained .*1 +0", checked)
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("why", "--help"), ("stages",)])
+def test_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pdtrace", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=REPOSITORY,
+        )
+    assert done.stderr == "pdtrace: cannot write the output: No space left on device\n"
+    assert done.returncode == 2
 
 
 NOBODY = 65534

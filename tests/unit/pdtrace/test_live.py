@@ -18,10 +18,10 @@ import msgspec
 import pytest
 
 from pdtrace.errors import LiveError
-from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState, WaitNow
+from pdtrace.inflight import Halt, InFlight, Look, ProcessNow, ProcessState, WaitNow
 from pdtrace.live import looks as live_looks
 from pdtrace.live.looks import AgentLooks, RingLooks
-from pdtrace.live.process_view import STALLED_AFTER_S
+from pdtrace.live.process_view import HALTED_AFTER_S
 from pdtrace.live.run_looks import open_looks
 from pdtrace.otlp import json_lines
 from pdtrace.propagation import RequestContext
@@ -314,7 +314,8 @@ def test_stopped_process_is_stalled_and_its_request_stays_in_view(
     look = looks.look()
     process = by_name(look)["decode-0"]
     assert process.progress_age_s is not None
-    assert process.progress_age_s > STALLED_AFTER_S
+    assert process.progress_age_s > HALTED_AFTER_S
+    assert process.halt is Halt.STOPPED
     [request] = look.requests
     assert (request.request_id, request.stage) == ("held", "decode.generate")
     age_s = request.stage_age_s
@@ -380,7 +381,7 @@ def test_request_that_crosses_hosts_is_one_request(tmp_path: Path) -> None:
 
 
 def test_no_directory_is_an_error_and_no_rings_a_problem(tmp_path: Path) -> None:
-    with pytest.raises(LiveError, match="no such directory; give a run directory or an agent's"):
+    with pytest.raises(LiveError, match="no such directory; give a run directory, or http"):
         open_looks(tmp_path / "nothing")
     assert open_looks(tmp_path).look().problems == (f"no ring in {tmp_path} yet",)
 
@@ -468,8 +469,12 @@ def test_refused_silent_and_odd_addresses_are_one_line() -> None:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(LiveError, match=r"did not answer within 0\.2 s; the rings tell"):
             AgentLooks(url, timeout_s=0.2).look()
-    with pytest.raises(LiveError, match="Connection refused"):
+    with pytest.raises(LiveError, match="Connection refused: no agent listens there") as refused:
         AgentLooks(url).look()
+    assert "?limit=" not in str(refused.value)
+    for nowhere in ("http://", "https:///"):
+        with pytest.raises(LiveError, match="no host; give http://HOST:PORT"):
+            AgentLooks(nowhere)
     with pytest.raises(LiveError, match="give http://HOST:PORT"):
         open_looks("ftp://127.0.0.1/")
     with pytest.raises(LiveError):

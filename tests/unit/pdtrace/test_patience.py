@@ -10,7 +10,7 @@ import pytest
 
 from pdtrace.analysis.sources import read_sources
 from pdtrace.otlp import json_lines
-from pdtrace.patience import EVERY_S, FIRST_S, Patience
+from pdtrace.patience import EVERY_S, FIRST_S, LINE_EVERY_S, LINE_FIRST_S, Patience
 from tests.support.pd_traces import Story
 
 
@@ -55,26 +55,35 @@ def test_long_work_shows_how_far_it_is_and_leaves_nothing_behind(clock: list[flo
     ]
 
 
-@pytest.mark.parametrize("stream", [io.StringIO(), None])
-def test_anything_but_a_terminal_stays_clean(
-    clock: list[float], stream: io.StringIO | None
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_what_cannot_erase_gets_few_lines_of_their_own(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO]
 ) -> None:
-    patience = Patience(stream, clock=lambda: clock[0])
-    clock[0] = 100.0
-    patience("reading", 0.5)
-    patience.clear()
-    assert stream is None or stream.getvalue() == ""
-
-
-def test_terminal_that_cannot_erase_stays_clean(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """A file, a pipe, or a dumb terminal."""
     monkeypatch.setenv("TERM", "dumb")
-    terminal = Terminal()
-    patience = Patience(terminal, clock=lambda: clock[0])
-    clock[0] = 100.0
-    patience("reading", 0.5)
-    assert terminal.getvalue() == ""
+    stream = kind()
+    patience = Patience(stream, clock=lambda: clock[0])
+    for doing, at_s in (
+        ("reading", LINE_FIRST_S - 1),
+        ("reading", LINE_FIRST_S),
+        ("joining", LINE_FIRST_S + 1),
+        ("joining", LINE_FIRST_S + LINE_EVERY_S),
+    ):
+        clock[0] = at_s
+        patience(doing, 0.5)
+    patience.clear()
+    assert stream.getvalue() == "pdtrace: reading 50 %\npdtrace: joining 50 %\n"
+
+
+def test_nothing_is_shown_without_a_stream_or_once_it_is_closed(clock: list[float]) -> None:
+    closed = io.StringIO()
+    nowhere, gone = Patience(None, clock=lambda: clock[0]), Patience(closed, clock=lambda: clock[0])
+    closed.close()
+    for at_s in (100.0, 200.0):
+        clock[0] = at_s
+        for patience in (nowhere, gone):
+            patience("reading", 0.5)
+            patience.clear()
 
 
 @pytest.mark.parametrize("packed", [False, True])

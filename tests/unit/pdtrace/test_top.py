@@ -27,7 +27,8 @@ from pdtrace.errors import LiveError
 from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState, WaitNow
 from pdtrace.recorder import Recorder
 from pdtrace.stages import Role, WaitReason
-from pdtrace.terminal.top import follow, ordered, times_usual, top_document, top_view
+from pdtrace.terminal.following import follow
+from pdtrace.terminal.top import ordered, times_usual, top_document, top_view
 from pdtrace.testing import open_recorders, record_request
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -430,7 +431,10 @@ def test_once_as_json_is_one_object(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--from", "/nothing/here"), "no such directory; give a run directory or an agent's URL"),
+        (
+            ("--from", "/nothing/here"),
+            "no such directory; give a run directory, or http://HOST:PORT of an agent",
+        ),
         (("--stage", "nonsense"), "'nonsense' is no stage; `pdtrace stages` lists them"),
         (("--from", "http://127.0.0.1:1"), "Connection refused"),
     ],

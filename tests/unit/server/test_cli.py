@@ -187,3 +187,19 @@ def test_a_command_that_is_done_does_not_take_its_interpreter_apart(
     assert done.returncode == code
     assert "python -m server" in done.stdout + done.stderr
     assert "taken apart" not in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("up", "--help"), ("keys", "{}/keys")])
+def test_full_disk_is_one_line(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "server", *(text.format(tmp_path) for text in arguments)],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.stderr == "error: cannot write the output: No space left on device\n"
+    assert done.returncode == 2

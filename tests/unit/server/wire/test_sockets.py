@@ -238,6 +238,23 @@ def test_refusals_are_remembered_of_so_many_endpoints_alone() -> None:
     outbox.close()
 
 
+def test_outbox_that_is_closed_at_once_delivers_and_complains_of_nobody(
+    sock_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connection is being made when it closes: that is no sign that nobody is there."""
+    inbox = Inbox(f"{IPC}{sock_dir}/asker.sock")
+    try:
+        with caplog.at_level(logging.WARNING):
+            for number in range(20):
+                outbox = Outbox(linger_s=30.0)
+                assert outbox.send(inbox.endpoint, drained(f"h-{number}"))
+                outbox.close()
+                assert inbox.get(30.0) is not None
+        assert "not delivered" not in caplog.text
+    finally:
+        inbox.close()
+
+
 def test_messages_wait_for_a_peer_that_starts_later(sock_dir: Path, outbox: Outbox) -> None:
     endpoint = f"{IPC}{sock_dir}/late.sock"
     assert outbox.send(endpoint, drained("early"))
