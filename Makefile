@@ -55,6 +55,6 @@ lock: setup ## resolve requirements/dev.txt anew from pyproject.toml
 	  --output-file requirements/dev.txt
 
 clean: ## remove .venv and caches; recordings in run/ stay
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info pdtrace/native/_compiled*.so .pytest_cache .ruff_cache .hypothesis
 	find pdtrace server tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 	@[ ! -d run ] || echo "kept: run/ (recordings); remove it by hand"
