@@ -19,8 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdtrace import Mark, Outcome, Recorder, RequestContext, Role, StepKind, WaitReason
-from pdtrace.clock import ClockAnchor
+from pdtrace import Mark, Outcome, Recorder, Role, StepKind, WaitReason
 from pdtrace.native import compiled, hot_path
 from pdtrace.ring import codec
 from pdtrace.ring.layout import HEADER_BYTES, RingCapacity
@@ -179,14 +178,14 @@ _CALLS = st.one_of(
     st.tuples(st.just("mark"), st.integers(0, 9), marks()),
     st.tuples(st.just("mark"), st.integers(0, 9), marks(), _AT_NS),
     st.tuples(st.just("odd"), st.integers(0, 9), ANY_VALUE),
-    st.tuples(st.just("clock"), st.sampled_from([None, 1.5, 2**70, OSError("no clock")])),
+    st.tuples(st.just("clock"), st.sampled_from([1.5, 2**70, OSError("no clock")])),
     st.tuples(st.just("wait"), st.integers(0, 9), st.integers(0, 3), st.text(max_size=3)),
     st.tuples(st.just("step"), st.integers(0, 5)),
     st.tuples(st.just("end"), st.integers(0, 9)),
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(role=st.sampled_from(list(Role)), calls=st.lists(_CALLS, max_size=60), lap=st.booleans())
 def test_both_write_the_same_bytes(role: Role, calls: list[Any], lap: bool) -> None:
     """Whatever a program says, sense or nonsense, in whatever order, over laps of the ring."""
@@ -257,7 +256,7 @@ _BODIES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     bodies=_BODIES,
     damage=st.lists(st.tuples(st.integers(0, 4095), st.integers(0, 255)), max_size=6),
@@ -294,7 +293,7 @@ def _plain(record: Any) -> str:
 # What both send
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     attributes=st.dictionaries(
         st.one_of(st.sampled_from(["pd.stage", "pd.begin_ns", ""]), st.text(max_size=200)),
@@ -474,9 +473,3 @@ def test_a_recorder_and_what_it_refers_to_are_collected() -> None:
     assert [one() for one in seen] == [None, None]
     left = sum(type(one) is native().Layout for one in gc.get_objects())
     assert left < layouts
-
-
-def test_context_ids_are_whole() -> None:
-    """The identity that the tests of both write is one that a program would."""
-    assert RequestContext(**_IDS).trace_id == _IDS["trace_id"]
-    assert ClockAnchor(monotonic_ns=1, wall_ns=2).to_wall_ns(1) == 2
