@@ -178,7 +178,12 @@ def _version(value: bool) -> None:
 def _root(  # pyright: ignore[reportUnusedFunction] - typer calls it
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and what its hot paths are written in."),
+        typer.Option(
+            "--version",
+            callback=_version,
+            is_eager=True,
+            help="Print the version, and what its hot paths are written in.",
+        ),
     ] = False,
 ) -> None:
     pass

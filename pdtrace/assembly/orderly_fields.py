@@ -107,7 +107,7 @@ def add_orderly_fields(spans: OrderlySpans, parts_of: Callable[[Resource], list[
     for at in spans.order:
         begin, end, leg, parent, before_begin, before_end, size, told = stages[at]
         start_ns, end_ns = walls[begin], shown[at]
-        if end_ns < start_ns:  # a call of max() takes three times as long
+        if end_ns < start_ns:  # noqa: PLR1730 -- a call of max() takes three times as long
             end_ns = start_ns
         own = _pack_own(_ID, ids[at], _PARENT, ids[parent], _START, start_ns, _END, end_ns)
         parts = legs[leg]

@@ -4,41 +4,45 @@
 
 /* -- checksum ----------------------------------------------------------------------------------- */
 
-/* CRC-32 as zlib has it, four bits of each of four bytes at a time. The usual tables are 1 to 8 KiB:
+/* CRC-32 as zlib has it, four bits of each of eight bytes at a time. The usual tables are 1 to 8 KiB of bytes:
  * between other work they are out of the cache, and loading them takes longer than this. */
-static uint32_t crc_tables[8][16];
+static uint32_t crc_tables[16][16];
 
 void
 make_crc_tables(void)
 {
     for (uint32_t nibble = 0; nibble < 16; nibble++) {
         uint32_t crc = nibble;
-        for (int table = 0; table < 8; table++) {
+        for (int table = 15; table >= 0; table--) {
             for (int bit = 0; bit < 4; bit++) {
                 crc = crc >> 1 ^ (0xEDB88320u & (0u - (crc & 1)));
             }
-            crc_tables[7 - table][nibble] = crc;
+            crc_tables[table][nibble] = crc;
         }
     }
+}
+
+static uint32_t
+crc_of_word(uint32_t word, uint32_t tables[8][16])
+{
+    return tables[0][word & 15] ^ tables[1][word >> 4 & 15] ^ tables[2][word >> 8 & 15]
+           ^ tables[3][word >> 12 & 15] ^ tables[4][word >> 16 & 15] ^ tables[5][word >> 20 & 15]
+           ^ tables[6][word >> 24 & 15] ^ tables[7][word >> 28];
 }
 
 uint32_t
 crc32_of(const unsigned char *data, size_t size, uint32_t seed)
 {
     uint32_t crc = ~seed;
-    for (; size >= 4; data += 4, size -= 4) {
-        uint32_t word;
-        memcpy(&word, data, 4);
-        crc ^= word;
-        crc = crc_tables[0][crc & 15] ^ crc_tables[1][crc >> 4 & 15]
-              ^ crc_tables[2][crc >> 8 & 15] ^ crc_tables[3][crc >> 12 & 15]
-              ^ crc_tables[4][crc >> 16 & 15] ^ crc_tables[5][crc >> 20 & 15]
-              ^ crc_tables[6][crc >> 24 & 15] ^ crc_tables[7][crc >> 28];
+    for (; size >= 8; data += 8, size -= 8) {
+        uint32_t words[2];
+        memcpy(words, data, 8);
+        crc = crc_of_word(words[0] ^ crc, crc_tables) ^ crc_of_word(words[1], crc_tables + 8);
     }
     for (; size; data++, size--) {
         crc ^= *data;
-        crc = crc >> 4 ^ crc_tables[7][crc & 15];
-        crc = crc >> 4 ^ crc_tables[7][crc & 15];
+        crc = crc >> 4 ^ crc_tables[15][crc & 15];
+        crc = crc >> 4 ^ crc_tables[15][crc & 15];
     }
     return ~crc;
 }

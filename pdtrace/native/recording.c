@@ -238,9 +238,7 @@ layout_pack(const Layout *self, PyObject *const *values, Py_ssize_t given, unsig
 
 typedef struct {
     PyObject_HEAD
-    PyObject *cause, *encoders, *fail, *now;
-    PyObject *ring;  /* a Cursor, or NULL */
-    unsigned long long key;
+    PyObject *cause, *encoders, *fail, *key, *now, *ring;
     unsigned int attempt;
 } Marking;
 
@@ -320,6 +318,26 @@ read_clock(Marking *self)
     return at_ns;
 }
 
+/* Whether a ring is one that is written here. */
+static int
+is_cursor(PyObject *ring)
+{
+    static PyTypeObject *known;  /* to look it up among all bases touches too much memory */
+    if (ring == NULL) {
+        return 0;
+    }
+    if (Py_IS_TYPE(ring, known)) {
+        return 1;
+    }
+    if (!PyObject_TypeCheck(ring, cursor_type)) {
+        return 0;
+    }
+    PyTypeObject *before = known;
+    known = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(ring));
+    Py_XDECREF((PyObject *)before);
+    return 1;
+}
+
 /* What `at_ns` says in nanoseconds. False: nothing that could be recorded. */
 static int
 nanoseconds(PyObject *at_ns, long long *t_ns)
@@ -338,7 +356,7 @@ record_mark(Marking *self, PyObject *const *args, Py_ssize_t nargs, long long t_
 {
     unsigned char body[MAX_BODY_BYTES];
     if (!PyLong_Check(args[0]) || self->encoders == NULL || !PyList_Check(self->encoders)
-        || self->ring == NULL) {
+        || !is_cursor(self->ring) || self->key == NULL || !PyLong_Check(self->key)) {
         return 0;
     }
     int overflow;
@@ -358,12 +376,16 @@ record_mark(Marking *self, PyObject *const *args, Py_ssize_t nargs, long long t_
             return 0;
         }
     }
+    uint64_t key = PyLong_AsUnsignedLongLong(self->key);
+    if (key == UINT64_MAX && PyErr_Occurred()) {
+        PyErr_Clear();
+        return 0;
+    }
     Cursor *ring = (Cursor *)self->ring;
     if (!cursor_has_room(ring, (Py_ssize_t)size + HEADER_BYTES)) {
         return 0;
     }
     uint32_t attempt = self->attempt;
-    uint64_t key = self->key;
     int64_t time_ns = t_ns;
     body[0] = ((Layout *)encoder)->kind;
     body[1] = 0;
@@ -429,6 +451,7 @@ marking_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->cause);
     Py_VISIT(self->encoders);
     Py_VISIT(self->fail);
+    Py_VISIT(self->key);
     Py_VISIT(self->now);
     Py_VISIT(self->ring);
     return 0;
@@ -441,6 +464,7 @@ marking_clear(PyObject *object)
     Py_CLEAR(self->cause);
     Py_CLEAR(self->encoders);
     Py_CLEAR(self->fail);
+    Py_CLEAR(self->key);
     Py_CLEAR(self->now);
     Py_CLEAR(self->ring);
     return 0;
@@ -467,32 +491,9 @@ static PyMemberDef marking_members[] = {
     {"_encoders", T_OBJECT_EX, offsetof(Marking, encoders), 0, NULL},
     {"_fail", T_OBJECT_EX, offsetof(Marking, fail), 0, NULL},
     {"_now", T_OBJECT_EX, offsetof(Marking, now), 0, NULL},
-    {"key", T_ULONGLONG, offsetof(Marking, key), 0, NULL},
+    {"key", T_OBJECT_EX, offsetof(Marking, key), 0, NULL},
+    {"ring", T_OBJECT_EX, offsetof(Marking, ring), 0, NULL},
     {NULL, 0, 0, 0, NULL},
-};
-
-static PyObject *
-marking_get_ring(Marking *self, void *Py_UNUSED(closure))
-{
-    return Py_NewRef(self->ring == NULL ? Py_None : self->ring);
-}
-
-static int
-marking_set_ring(Marking *self, PyObject *ring, void *Py_UNUSED(closure))
-{
-    if (ring == NULL || (ring != Py_None && !PyObject_TypeCheck(ring, cursor_type))) {
-        PyErr_SetString(PyExc_TypeError, "ring takes a RingWriter or None");
-        return -1;
-    }
-    PyObject *before = self->ring;
-    self->ring = ring == Py_None ? NULL : Py_NewRef(ring);
-    Py_XDECREF(before);
-    return 0;
-}
-
-static PyGetSetDef marking_getset[] = {
-    {"ring", (getter)marking_get_ring, (setter)marking_set_ring, NULL, NULL},
-    {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot marking_slots[] = {
@@ -502,7 +503,6 @@ static PyType_Slot marking_slots[] = {
     {Py_tp_dealloc, marking_dealloc},
     {Py_tp_methods, marking_methods},
     {Py_tp_members, marking_members},
-    {Py_tp_getset, marking_getset},
     {0, NULL},
 };
 

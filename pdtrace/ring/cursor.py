@@ -65,7 +65,4 @@ class PlainCursor:
         raise NotImplementedError
 
 
-if TYPE_CHECKING or compiled is None:
-    Cursor = PlainCursor
-else:
-    Cursor = compiled.Cursor
+Cursor = PlainCursor if TYPE_CHECKING or compiled is None else compiled.Cursor

@@ -35,6 +35,7 @@ from pdtrace.ring.layout import (
     block_checksum,
 )
 
+
 class RingWriter(Cursor):
     """The one writer of a ring in `buffer`, which is zero and `capacity.file_bytes` long.
 

@@ -67,9 +67,9 @@ def test_every_source_compiles_without_a_warning(standard: str, tmp_path: Path) 
     macros = [f"-D{name}={value}" for name, value in extension()["define-macros"]]
     warnings = ["-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wconversion", "-Wstrict-prototypes"]
     for compiler in COMPILERS:
+        flags = [f"-std={standard}", "-O2", *warnings, *macros, "-isystem", HEADERS]
         done = subprocess.run(
-            [compiler, f"-std={standard}", "-O2", *warnings, *macros, "-isystem", HEADERS]
-            + ["-c", *(ROOT / name for name in extension()["sources"])],
+            [compiler, *flags, "-c", *(ROOT / name for name in extension()["sources"])],
             cwd=tmp_path,
             capture_output=True,
             text=True,

