@@ -151,7 +151,7 @@ static PyType_Slot cursor_slots[] = {
 };
 
 static PyType_Spec cursor_spec = {
-    "pdtrace.ring._native.Cursor", sizeof(Cursor), 0,
+    "pdtrace.native._compiled.Cursor", sizeof(Cursor), 0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, cursor_slots,
 };
 
@@ -507,7 +507,7 @@ static PyType_Slot marking_slots[] = {
 };
 
 static PyType_Spec marking_spec = {
-    "pdtrace.ring._native.Marking", sizeof(Marking), 0,
+    "pdtrace.native._compiled.Marking", sizeof(Marking), 0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, marking_slots,
 };
 
