@@ -14,10 +14,10 @@ static PyTypeObject *cursor_type;
 
 typedef struct {
     PyObject_HEAD
-    Py_buffer view;        /* the whole ring; buf is NULL once let go of */
-    Py_ssize_t pos, end;   /* of the room left in the block in writing */
+    Py_buffer view;      /* the whole ring; buf is NULL once let go of */
+    Py_ssize_t pos, end; /* of the room left in the block in writing */
     unsigned long long number;
-    unsigned long owner;   /* thread, 0 is nobody */
+    unsigned long owner; /* thread, 0 is nobody */
 } Cursor;
 
 /* Whether a record of `size` bytes, header included, may be written here and now. */
@@ -25,7 +25,8 @@ static int
 cursor_has_room(const Cursor *self, Py_ssize_t size)
 {
     return self->view.buf != NULL && self->owner == PyThread_get_thread_ident()
-           && self->pos >= 0 && size <= self->view.len && self->pos <= self->view.len - padded(size)
+           && self->pos >= 0 && self->pos % 8 == 0 && size <= self->view.len
+           && self->pos <= self->view.len - padded(size)
            && self->pos + padded(size) <= self->end;
 }
 
@@ -322,7 +323,7 @@ read_clock(Marking *self)
 static int
 is_cursor(PyObject *ring)
 {
-    static PyTypeObject *known;  /* to look it up among all bases touches too much memory */
+    static PyTypeObject *known; /* to look it up among all bases touches too much memory */
     if (ring == NULL) {
         return 0;
     }
