@@ -60,6 +60,6 @@ lock: setup ## resolve requirements/ anew from pyproject.toml
 	  --no-header --no-annotate --no-emit-index-url --output-file requirements/loadgen.txt
 
 clean: ## remove environments and caches; recordings in run/ stay
-	rm -rf .venv .venv-loadgen build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-loadgen build dist *.egg-info pdtrace/native/_compiled*.so .pytest_cache .ruff_cache .hypothesis
 	find pdtrace server tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 	@[ ! -d run ] || echo "kept: run/ (recordings); remove it by hand"

@@ -41,6 +41,7 @@ from pdtrace.errors import PdtraceError, SourceError
 from pdtrace.live.health import read_health
 from pdtrace.live.looks import DEFAULT_TIMEOUT_S, LookSource
 from pdtrace.live.run_looks import open_looks, run_of_agent
+from pdtrace.native import hot_path
 from pdtrace.patience import Patience
 from pdtrace.stages import STAGE_BY_NAME
 from pdtrace.terminal.documents import stages_document, why_document
@@ -173,7 +174,7 @@ class UsageError(PdtraceError):
 
 def _version(value: bool) -> None:
     if value:
-        print(f"pdtrace {pdtrace.__version__}")
+        print(f"pdtrace {pdtrace.__version__} (hot paths in {hot_path()})")
         raise typer.Exit
 
 
@@ -181,7 +182,12 @@ def _version(value: bool) -> None:
 def _root(  # pyright: ignore[reportUnusedFunction] - typer calls it
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version",
+            callback=_version,
+            is_eager=True,
+            help="Print the version, and what its hot paths are written in.",
+        ),
     ] = False,
 ) -> None:
     pass

@@ -639,7 +639,7 @@ class RingTails:
                 f"{one_line(reader.identity.instance)} records faster than the agent reads: "
                 "records were overwritten, and are counted. Give its recorder a larger ring"
             )
-        return sum(1 for record in records if isinstance(record, LossRecord))
+        return len([record for record in records if record.__class__ is LossRecord])
 
     def _damaged(self, name: str, error: Exception) -> None:
         self.counts.unreadable += 1

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from pdtrace.native import compiled
 from pdtrace.otlp.json_lines import KnownPairs, valid_pair, valid_text
 from pdtrace.spans import AttrValue
 
@@ -112,6 +113,8 @@ class Attributes:
 
     def add(self, parts: list[bytes], attributes: Mapping[str, Any]) -> int:
         """Appends all that OTLP can carry; returns how many were left out."""
+        if compiled is not None and isinstance(attributes, dict):
+            return compiled.add_attributes(parts, attributes, self._tag[0], self._keys, self._rare)
         append, known, prefixes = parts.append, self._known.by_key, self._prefixes
         dropped = 0
         for key, value in attributes.items():
@@ -150,20 +153,18 @@ class Attributes:
                 append(pair)
         return dropped
 
-    def add_one(self, parts: list[bytes], key: str, value: Any) -> int:
-        """The same for one."""
-        kind = type(value)
-        if kind is str or (kind is int and 0 <= value < _FEW):
-            known = self._known.by_key.get(key)
-            if known is not None and value in known:
-                parts.append(known[value])
-                return 0
-        return self.add(parts, {key: value})
-
     def before_ints(self, key: str) -> list[bytes]:
         """What stands before the varint of an integer under `key`, by the length of that."""
         whole = [self._field(key, b"\x18" + bytes(size)) for size in range(MAX_VARINT_BYTES + 1)]
         return [encoded[: len(encoded) - size] for size, encoded in enumerate(whole)]
+
+    def _rare(self, key: str, value: Any) -> bytes | None:
+        """One attribute that is not for C: of a new key, or of a type that hardly any has."""
+        if type(value) is tuple and _is_one_text(value):
+            known = self._rest.get((key, value))
+            if known is not None:
+                return known
+        return self._pair(key, value)
 
     def _pair(self, key: str, value: Any) -> bytes | None:
         """One attribute, and what is remembered of it; None if it cannot be carried."""
@@ -179,12 +180,12 @@ class Attributes:
         if pair is None:
             return None
         encoded = self._field(pair[0], _value(pair[1]))
+        if len(self._keys) >= _MAX_PREFIXED_KEYS:
+            self._keys.clear()
+        if len(key) < _SHORT:
+            self._keys[key] = text_field(b"\x0a", pair[0])
         if type(value) is str or (type(value) is int and 0 <= value < _FEW):
             self._known.keep(key, value, encoded)
-            if len(self._keys) >= _MAX_PREFIXED_KEYS:
-                self._keys.clear()
-            if len(key) < _SHORT:
-                self._keys[key] = text_field(b"\x0a", pair[0])
         elif type(value) is int and 0 <= value < _TIMES_END:
             if len(self._prefixes) >= _MAX_PREFIXED_KEYS:
                 self._prefixes.clear()

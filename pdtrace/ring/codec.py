@@ -17,6 +17,7 @@ from typing import Any, SupportsFloat, SupportsIndex, cast
 import msgspec
 
 from pdtrace.errors import RecordError
+from pdtrace.native import compiled
 from pdtrace.propagation import MAX_TRACESTATE_CHARS, RequestContext
 from pdtrace.ring.layout import (
     BODY_HEAD,
@@ -202,8 +203,12 @@ def build_encoders(
         if role in spec.roles:
             types = tuple(attr.type for attr in spec.attrs)
             checked = _checked_encoder(mark, types, on_error, on_truncated)
-            numeric = all(kind in (AttrType.INT, AttrType.FLOAT) for kind in types)
-            encoders[mark] = _numeric_encoder(mark, types, checked) if numeric else checked
+            if compiled is not None:
+                encoders[mark] = compiled.Layout(mark, _format(types), checked)
+            elif all(kind in (AttrType.INT, AttrType.FLOAT) for kind in types):
+                encoders[mark] = _numeric_encoder(mark, types, checked)
+            else:
+                encoders[mark] = checked
     return encoders
 
 
@@ -290,7 +295,7 @@ def _checked_encoder(
             tail = b""
             for index in strings:
                 if present >> index & 1:
-                    raw: bytes = fields[index].encode()
+                    raw = str.encode(fields[index])
                     if len(raw) > MAX_STRING_BYTES:
                         raw, _ = _fit(fields[index], MAX_STRING_BYTES)
                         on_truncated()
@@ -376,10 +381,14 @@ def _sound(attr_type: AttrType, value: object) -> Value:
 
 
 def _mark_struct(types: Sequence[AttrType]) -> struct.Struct:
-    return struct.Struct(BODY_HEAD.format + "".join(_FORMATS[attr_type] for attr_type in types))
+    return struct.Struct(BODY_HEAD.format + _format(types))
 
 
-def build_decoders(schema: Schema) -> Sequence[Decode | None]:
+def _format(types: Sequence[AttrType]) -> str:
+    return "".join(_FORMATS[attr_type] for attr_type in types)
+
+
+def build_decoders(schema: Schema) -> list[Decode | None]:
     """Decoders by kind for a ring whose writer used `schema`; None for kinds unknown here.
 
     Attributes are matched by key and type, so a ring of another pdtrace version reads as far as
@@ -500,4 +509,6 @@ def _mark_decoder(mark: Mark, attrs: Sequence[tuple[str, str]]) -> Decode:
                     values[index] = None
         return tuple(values)
 
+    if aligned and compiled is not None:
+        return compiled.Layout(mark, _format(types), decode)
     return decode

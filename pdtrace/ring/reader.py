@@ -17,6 +17,7 @@ from zlib import crc32
 import msgspec
 
 from pdtrace.errors import RingClosedError, RingError, RingFormatError, RingVersionError
+from pdtrace.native import compiled
 from pdtrace.ring.codec import build_decoders
 from pdtrace.ring.files import is_locked
 from pdtrace.ring.layout import (
@@ -39,7 +40,7 @@ from pdtrace.ring.layout import (
     RingIdentity,
     block_checksum,
 )
-from pdtrace.ring.records import LossRecord, Record
+from pdtrace.ring.records import LossRecord, MarkRecord, Record
 from pdtrace.stages import Gauge
 
 _COUNTERS = struct.Struct(f"<{COUNTER_SLOTS}Q")
@@ -301,6 +302,10 @@ class RingReader:
         unpack = RECORD_HEADER.unpack_from
         last = len(data) - _MIN_RECORD_BYTES
         while pos <= last:
+            if compiled is not None:
+                pos, number = compiled.scan(data, pos, number, decoders, records, MarkRecord)
+                if pos > last:
+                    break
             low, checksum = unpack(data, pos)
             size = low & 0xFFFF
             body = data[pos + 8 : pos + size]

@@ -15,6 +15,7 @@ from zlib import crc32
 import msgspec
 
 from pdtrace.errors import RecordError, RingClosedError, RingCreateError
+from pdtrace.ring.cursor import NOBODY, Buffer, Cursor
 from pdtrace.ring.layout import (
     BLOCK_HEADER,
     COUNTER_SLOTS,
@@ -34,13 +35,12 @@ from pdtrace.ring.layout import (
     block_checksum,
 )
 
-Buffer = mmap.mmap | bytearray
 
-
-class RingWriter:
+class RingWriter(Cursor):
     """The one writer of a ring in `buffer`, which is zero and `capacity.file_bytes` long.
 
-    append() belongs to the first thread that calls it; gauges belong to any.
+    append() belongs to the first thread that calls it; gauges belong to any. It raises RecordError
+    from a second thread or when a body is larger than a block, and RingClosedError after close().
 
     Raises RingCreateError when the identity does not fit its header.
     """
@@ -50,14 +50,9 @@ class RingWriter:
         "_buffer",
         "_closed",
         "_counters",
-        "_end",
-        "_number",
-        "_owner",
-        "_pos",
+        "_heads",
         "_release_storage",
         "_turning",
-        "_view",
-        "_words",
         "block",
         "blocks",
         "gauges",
@@ -96,12 +91,13 @@ class RingWriter:
         self.identity = identity
         self._buffer = buffer
         self._release_storage = release_storage
-        self._view = memoryview(buffer)
-        self._words = self._view.cast("Q")
+        super().__init__(buffer)
+        view = memoryview(buffer)
+        self._heads = view.cast("Q")  # of blocks
         counters_end = COUNTERS_OFFSET + COUNTER_SLOTS * 8
-        self._counters = self._view[COUNTERS_OFFSET:counters_end].cast("Q")
+        self._counters = view[COUNTERS_OFFSET:counters_end].cast("Q")
         # Each store to a gauge is one aligned 8-byte write, so readers never see half of one.
-        self.gauges = self._view[GAUGES_OFFSET : GAUGES_OFFSET + GAUGE_SLOTS * 8].cast("q")
+        self.gauges = view[GAUGES_OFFSET : GAUGES_OFFSET + GAUGE_SLOTS * 8].cast("q")
         for slot in range(GAUGE_SLOTS):
             self.gauges[slot] = GAUGE_UNSET
 
@@ -110,10 +106,7 @@ class RingWriter:
         self.on_block: Callable[[], None] | None = None  # called when a block begins
         self._block_bytes = capacity.block_bytes
         self._closed = False
-        self._owner: int | None = None
         self._turning = False
-        self._number = 0
-        self._pos = self._end = 0
         self._turn_block()
 
     @property
@@ -130,30 +123,6 @@ class RingWriter:
     def block_room(self) -> int:
         """Bytes left in the block in writing."""
         return self._end - self._pos
-
-    def append(self, body: bytes) -> None:
-        """Append one record.
-
-        Raises RecordError from a second thread or when `body` is larger than a block, and
-        RingClosedError after close().
-        """
-        if get_ident() != self._owner:
-            self._take_ownership()
-        size = len(body) + 8
-        end = self._pos + (size + 7 & -8)
-        while end > self._end:
-            if not self._make_room(size):
-                return
-            end = self._pos + (size + 7 & -8)
-        # Reserve, then write: a signal handler or finalizer that records in the middle of this
-        # function appends behind this record instead of into it. No call stands between the loads
-        # and the stores, so the interpreter does not switch there.
-        pos = self._pos
-        number = self._number
-        self._pos = end
-        self._number = number + 1
-        self._view[pos + 8 : pos + size] = body
-        self._words[pos >> 3] = size | (number & 0xFFFF) << 16 | crc32(body, number) << 32
 
     def count(self, counter: Counter, amount: int = 1) -> None:
         """Add to a header counter; does nothing once closed."""
@@ -173,8 +142,8 @@ class RingWriter:
         if self._closed:
             return
         self._closed = True
-        self._owner = None
-        for view in (self._words, self._counters, self.gauges, self._view):
+        self.let_go()
+        for view in (self._heads, self._counters, self.gauges):
             view.release()
         if isinstance(self._buffer, mmap.mmap):
             self._buffer.close()
@@ -186,7 +155,7 @@ class RingWriter:
             raise RingClosedError(
                 f"the ring of {self.identity.instance} is closed: record before close()"
             )
-        if self._owner is not None:
+        if self._owner != NOBODY:
             raise RecordError(
                 f"the recorder of {self.identity.instance} belongs to another thread: "
                 "open one recorder for each thread that records"
@@ -217,10 +186,10 @@ class RingWriter:
         block = self.block + 1
         start = HEADER_BYTES + block % self.blocks * self._block_bytes
         first = start >> 3
-        self._words[first] = 0  # readers of the old block give up from here on
-        self._words[first + 1] = self._number
-        self._words[first + 2] = block_checksum(block + 1, self._number)
-        self._words[first] = block + 1
+        self._heads[first] = 0  # readers of the old block give up from here on
+        self._heads[first + 1] = self._number
+        self._heads[first + 2] = block_checksum(block + 1, self._number)
+        self._heads[first] = block + 1
         self._pos = start + BLOCK_HEADER.size
         self._end = start + self._block_bytes
         self.block = block

@@ -33,6 +33,7 @@ PURE = re.compile(
 # The parts of `pdtrace`, lowest first: none imports what stands on a line below its own, nor its
 # neighbour on the line. Flat modules that are not named here are what everything stands on.
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("native",),
     ("ring", "otlp"),
     ("assembly",),
     ("analysis", "export"),
@@ -147,8 +148,8 @@ def upward_imports() -> Iterator[str]:
             other = rest.partition(".")[0]
             if top != "pdtrace" or other == part or other not in rank:
                 continue
-            # A part that is not named (1) stands on rings at the most, as `recorder` does.
-            if rank[other] >= rank.get(part, 1):
+            # A part that is not named (2) stands on rings at the most, as `recorder` does.
+            if rank[other] >= rank.get(part, 2):
                 yield f"{name} imports {target}"
 
 

@@ -6,7 +6,9 @@ version of protobuf and of OpenTelemetry each, or none.
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -23,23 +25,92 @@ from tests.support.otlp_receivers import Received, grpc_receiver, http_receiver
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def wheel_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+def build_wheel(folder: Path, **environ: str) -> Path:
+    """Of a copy: what a build leaves behind must not get into the next one."""
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(
+        ROOT / "pdtrace", source / "pdtrace", ignore=shutil.ignore_patterns("__pycache__", "*.so")
+    )
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder],
-        cwd=ROOT,
+        [*command, "--no-cache-dir", "--quiet", "--wheel-dir", folder, source],
+        env={**os.environ, **environ},
         check=True,
         capture_output=True,
-        timeout=60,
+        timeout=100,
     )
     (path,) = folder.glob("*.whl")
     return path
 
 
 @pytest.fixture(scope="module")
+def wheel_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
 def wheel(wheel_path: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(wheel_path)
+
+
+@pytest.fixture(scope="module")
+def plain_wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built where there is no compiler."""
+    return zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("plain"), CC="/nowhere/cc"))
+
+
+def extensions(wheel: zipfile.ZipFile) -> list[str]:
+    return [name for name in wheel.namelist() if name.endswith((".so", ".pyd"))]
+
+
+def test_wheel_holds_the_extension_for_every_python_from_here_on(wheel: zipfile.ZipFile) -> None:
+    assert extensions(wheel) == ["pdtrace/native/_compiled.abi3.so"]
+    assert "-cp311-abi3-" in Path(wheel.filename or "").name
+
+
+def test_wheel_is_whole_without_a_compiler(
+    plain_wheel: zipfile.ZipFile, wheel: zipfile.ZipFile
+) -> None:
+    assert extensions(plain_wheel) == []
+    modules = {name for name in wheel.namelist() if name.startswith("pdtrace/")}
+    assert {name for name in plain_wheel.namelist() if name.startswith("pdtrace/")} == (
+        modules - {*extensions(wheel)}
+    )
+
+
+@pytest.mark.parametrize("which", ["wheel", "plain_wheel"])
+def test_an_installed_wheel_records_and_says_how(
+    which: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    built: zipfile.ZipFile = request.getfixturevalue(which)
+    built.extractall(tmp_path)
+    program = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "from pdtrace import Mark, Recorder, RequestContext, Role\n"
+        "from pdtrace.native import hot_path\n"
+        "from pdtrace.ring import RingReader, scan_rings\n"
+        "recorder = Recorder.open('rings', role=Role.DECODE, instance='one', raise_errors=True)\n"
+        "recorder.begin(RequestContext.create()).mark(Mark.PAGES_RESERVED, 12, 188)\n"
+        "(ring,) = scan_rings('rings')\n"
+        "print(sys.modules['pdtrace'].__file__)\n"
+        "print(hot_path(), RingReader(ring).read()[-1].values)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    hot = "C" if extensions(built) else "Python"
+    assert done.stdout.splitlines() == [
+        str(Path("./pdtrace/__init__.py").absolute()).replace(str(Path.cwd()), str(tmp_path)),
+        f"{hot} (12, 188)",
+    ], done.stderr
 
 
 def test_wheel_holds_only_pdtrace(wheel: zipfile.ZipFile) -> None:
@@ -49,8 +120,10 @@ def test_wheel_holds_only_pdtrace(wheel: zipfile.ZipFile) -> None:
 
 
 def test_wheel_holds_every_module_of_pdtrace(wheel: zipfile.ZipFile) -> None:
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "pdtrace").rglob("*.py")}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "pdtrace").rglob("*.py*")}
+    sources = {name for name in sources if name.endswith((".py", ".pyi", ".typed"))}
     assert sources <= set(wheel.namelist())
+    assert not [name for name in wheel.namelist() if name.endswith((".c", ".h"))]
 
 
 def test_base_install_is_light(wheel: zipfile.ZipFile) -> None:

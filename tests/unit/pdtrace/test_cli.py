@@ -21,6 +21,7 @@ import pdtrace
 from pdtrace import semconv as a
 from pdtrace.analysis.sources import read_source
 from pdtrace.cli import app
+from pdtrace.native import hot_path
 from pdtrace.otlp import json_lines
 from pdtrace.stages import STAGES, Mode, Role, WaitReason
 from pdtrace.terminal import selection
@@ -249,7 +250,8 @@ def test_a_fault_of_pdtrace_is_one_line_and_exit_code_70(
 
 
 def test_version_and_help() -> None:
-    assert invoke("--version").stdout == f"pdtrace {pdtrace.__version__}\n"
+    hot = f"hot paths in {hot_path()}"
+    assert invoke("--version").stdout == f"pdtrace {pdtrace.__version__} ({hot})\n"
     for command in ("why", "top", "check", "stages", "agent"):
         result = invoke(command, "--help")
         assert result.exit_code == 0
