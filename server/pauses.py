@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdtrace.clock import SYSTEM_CLOCK, Clock
 
@@ -18,6 +18,11 @@ EVERY_NS = 100_000_000
 FLOOR_NS = 200_000_000
 """A pause shorter than this is no pause: threads wake late when others compute."""
 MAX_PAUSES = 32
+
+
+def never_paused(_begin_ns: int, _end_ns: int) -> Sequence[tuple[int, int]]:
+    """For a process that nobody watches."""
+    return ()
 
 
 class Pauses:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from pdtrace.recorder import Recorder
 from server.heartbeat import Progress
+from server.pauses import never_paused
 from server.round_trips import RoundTrips
 from server.taken import TakenRequests
 from server.wire.messages import AnyMessage
@@ -29,11 +30,6 @@ class MessageSink(Protocol):
     """Where messages go; `server.wire.sockets.Outbox`. False: dropped, the peer is unreachable."""
 
     def send(self, endpoint: str, message: AnyMessage) -> bool: ...
-
-
-def never_paused(_begin_ns: int, _end_ns: int) -> Sequence[tuple[int, int]]:
-    """For a process that nobody watches."""
-    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

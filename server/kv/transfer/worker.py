@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pdtrace.clock import SYSTEM_CLOCK, Clock
@@ -40,10 +41,12 @@ from server.kv.transfer.secret import shared_secret
 from server.kv.transfer.shm import ShmTransfer
 from server.kv.transfer.tcp import TcpTransfer
 from server.log_fields import logged
+from server.pauses import Pauses, PauseThread, never_paused
 from server.readiness import announce_ready
 from server.recording import open_recorder, process_clock, record_round_trip
 from server.round_trips import RoundTrips
 from server.said import Said, is_due
+from server.standstill import Pause, Standstill
 from server.wire.curve import load_keys
 from server.wire.messages import (
     AnyMessage,
@@ -73,7 +76,7 @@ _TURN_S = 0.02
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 _QUEUE_STAGE = "transfer.queue"
-_FAULT_STAGE = "transfer"
+_STAGE = "transfer"
 _GAUGES = (Gauge.COPY_JOBS_WAITING, Gauge.COPIED_BYTES, Gauge.LAST_PROGRESS_NS)
 
 _logger = logging.getLogger(__name__)
@@ -109,6 +112,7 @@ class TransferWorker:
         progress: Progress,
         round_trips: RoundTrips | None = None,
         clock: Clock = SYSTEM_CLOCK,
+        pauses: Callable[[int, int], Sequence[Pause]] = never_paused,
     ) -> None:
         self.config = config
         self.jobs = JobTable()
@@ -128,6 +132,7 @@ class TransferWorker:
             instance=config.instance, endpoint=config.endpoint, incarnation=config.incarnation
         )
         self._started_ns = clock.monotonic_ns()
+        self._standstill = Standstill(pauses, self._started_ns)
         self._register_errors: dict[str, str] = {}
         self._askers: dict[str, list[Peer]] = {}  # who waits for the drain of a handoff
         self._swept_ns = clock.monotonic_ns()
@@ -137,6 +142,7 @@ class TransferWorker:
 
     def step(self, max_wait_s: float = IDLE_WAIT_S) -> None:
         """Receive, plan, start, copy, publish."""
+        self._tell_pauses()
         for received in self._inbox.drain():
             self._take(received.message, received.arrived_ns)
         now_ns = self._now_ns()
@@ -227,6 +233,12 @@ class TransferWorker:
                 ),
             )
 
+    def _tell_pauses(self) -> None:
+        """Say in the trace of each handoff that this process stood still meanwhile, if it did."""
+        for begin_ns, end_ns in self._standstill.news(self._now_ns()):
+            for handoff in self.jobs:
+                _tell_pause(handoff, begin_ns, end_ns)
+
     def _open(self, message: CopyJob, arrived_ns: int) -> TransferHandoff:
         handoff = TransferHandoff(
             first=message,
@@ -234,10 +246,13 @@ class TransferWorker:
             touched_ns=arrived_ns,
         )
         self.jobs.open(handoff)
+        pause = self._standstill.before(arrived_ns)
+        if pause is not None:
+            _tell_pause(handoff, *pause)
         return handoff
 
     def _hold(self, message: CopyJob, arrived_ns: int) -> int:
-        delay_ms = message.faults.get(_FAULT_STAGE, 0) if self.config.settings.allow_faults else 0
+        delay_ms = message.faults.get(_STAGE, 0) if self.config.settings.allow_faults else 0
         return arrived_ns + delay_ms * NS_PER_MS if message.last and delay_ms > 0 else 0
 
     def _receive_cancel(self, message: CancelCopies) -> None:
@@ -550,6 +565,8 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
         stack.callback(outbox.close)
         progress = Progress(clock)
         round_trips = RoundTrips(config.incarnation)
+        pauses = Pauses(clock)
+        pause_thread = PauseThread(pauses)
         worker = TransferWorker(
             config,
             transfer=transfer,
@@ -559,6 +576,7 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
             progress=progress,
             round_trips=round_trips,
             clock=clock,
+            pauses=pauses.within,
         )
         disturb(worker, injector, config.settings.faults)
         heartbeat = HeartbeatThread(
@@ -575,6 +593,8 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
         )
         heartbeat.start()
         stack.callback(heartbeat.stop)
+        pause_thread.start()
+        stack.callback(pause_thread.stop)
         announce_ready(config)
         _logger.info("%s serves at %s", config.instance, config.endpoint)
         while not stop.is_set():
@@ -583,6 +603,11 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
         heartbeat.beat_now()  # from here on no request is started that needs this process
         stop_worker(worker)
     _logger.info("%s stopped", config.instance)
+
+
+def _tell_pause(handoff: TransferHandoff, begin_ns: int, end_ns: int) -> None:
+    stood_ms = (end_ns - begin_ns) // NS_PER_MS
+    handoff.trace.wait(_STAGE, WaitReason.PROCESS_PAUSED, needed=stood_ms, at_ns=begin_ns)
 
 
 def take_step(worker: TransferWorker, max_wait_s: float) -> None:

@@ -556,10 +556,11 @@ class TransferMail:
 
 
 def transfers(
-    *jobs: tuple[str, int, bool], late: tuple[str, int, bool] | None = None
+    *jobs: tuple[str, int, bool], late: tuple[str, int, bool] | None = None, stopped_ms: float = 0
 ) -> MemoryRings:
     """Copies of 1 s, one path: (request, index, last) in order of arrival; `late` comes during the
-    first copy."""
+    first copy, in which the process stands still for `stopped_ms`."""
+    pauses: list[tuple[int, int]] = []
     clock = FakeClock()
     rings, mail = MemoryRings(clock=clock), TransferMail(clock)
     transfer = MemoryTransfer(lambda _: Delay(1.0), clock=clock)
@@ -579,6 +580,7 @@ def transfers(
         progress=Progress(clock),
         round_trips=RoundTrips("t"),
         clock=clock,
+        pauses=lambda begin_ns, end_ns: [p for p in pauses if p[0] < end_ns and p[1] > begin_ns],
     )
     layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, page_size=4, dtype="float32")
     peers = [
@@ -591,6 +593,9 @@ def transfers(
     for job in jobs:
         mail.put(_copy_job(job, peers))
     worker.step(0.0)
+    begin_ns = clock.monotonic_ns()
+    clock.advance(ms=stopped_ms)
+    pauses.append((begin_ns, clock.monotonic_ns()))
     if late is not None:
         mail.put(_copy_job(late, peers))
     for _ in range(3 * len(jobs) + 3):
@@ -622,6 +627,20 @@ def _copy_job(job: tuple[str, int, bool], peers: list[Peer]) -> CopyJob:
         prefill=peers[0],
         decode=peers[1],
     )
+
+
+@waits_in("transfer", "pause, in the middle", paused(4000))
+def transfer_is_stopped_in_a_copy(bench: Bench) -> Waits:
+    del bench
+    rings = transfers(("r1", 0, True), stopped_ms=4000)
+    return values_of(rings, Role.TRANSFER, "r1", "transfer")
+
+
+@waits_in("transfer", "pause, before it comes", paused(4000))
+def copy_comes_while_transfer_is_stopped(bench: Bench) -> Waits:
+    del bench
+    rings = transfers(("r1", 0, True), late=("r2", 0, True), stopped_ms=4000)
+    return values_of(rings, Role.TRANSFER, "r2", "transfer")
 
 
 @waits_in("transfer.queue", "path", (Why.BANDWIDTH, 1, 0, 1, 1, ("a",)))
