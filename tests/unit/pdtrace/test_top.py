@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 
 from pdtrace.cli import app
 from pdtrace.errors import LiveError
-from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState, WaitNow
+from pdtrace.inflight import Halt, InFlight, Look, ProcessNow, ProcessState, WaitNow
 from pdtrace.recorder import Recorder
 from pdtrace.stages import Role, WaitReason
 from pdtrace.terminal.following import follow
@@ -224,6 +224,32 @@ def test_prompt_that_a_stalled_worker_is_in_is_named_to_those_behind_it() -> Non
     processes = (process("worker-0", ProcessState.STALLED, progress_age_s=6.3),)
     text = shown(Look(at_ns=AT_NS, requests=requests, processes=processes), 80)
     assert text.count("worker-0 is stalled: no progress for 6.30 s, in the prompt of culprit.") == 2
+
+
+@pytest.mark.parametrize(
+    ("halt", "words"),
+    [
+        (Halt.STOPPED, "is stopped by a signal (SIGSTOP): no progress for 6.30 s."),
+        (Halt.TRACED, "is held by a debugger: no progress for 6.30 s."),
+        (Halt.IN_KERNEL, "is stalled in the kernel (state D: a disk or a device): no progress"),
+    ],
+)
+def test_process_that_the_kernel_holds_is_said_to_be_held_and_blames_no_prompt(
+    halt: Halt, words: str
+) -> None:
+    requests = (
+        request("victim", "decode.generate", worker="worker-0"),
+        request("innocent", "prefill.compute", worker="worker-0", stage_age_s=6.3),
+    )
+    held = process("worker-0", ProcessState.STALLED, progress_age_s=6.3)
+    held = msgspec.structs.replace(held, halt=halt)
+    look = Look(at_ns=AT_NS, requests=requests, processes=(held,))
+    text = shown(look, 120)
+    assert text.count(f"worker-0 (pid {held.pid}) {words}") == 2
+    assert "in the prompt of" not in text
+    assert re.search(rf"^worker-0 +{halt} ", text, re.MULTILINE)
+    [told] = top_document(look, source="run")["processes"]
+    assert (told["state"], told["halt"]) == ("stalled", halt.value)
 
 
 def test_stage_that_nobody_took_up_names_who_could_but_cannot_go_on() -> None:

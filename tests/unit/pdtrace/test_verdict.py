@@ -176,6 +176,22 @@ def test_pause_is_blamed_in_place_of_generation() -> None:
     assert "where others have none" in verdict.sentence
 
 
+@pytest.mark.parametrize(
+    ("stage", "reason", "advice"),
+    [
+        ("decode.reserve", "process_paused", "Look for who stopped it"),
+        ("gateway.route", "no_worker", "Look which workers are dead"),
+        ("decode.reserve", "kv_pages", "Decode KV is full"),
+    ],
+)
+def test_what_to_do_follows_from_the_reason_where_it_says_more_than_the_stage(
+    stage: str, reason: str, advice: str
+) -> None:
+    verdict = stalled_verdict(stage, {a.WAIT_REASON.key: reason, a.WAIT_NEEDED.key: 1})
+    assert (verdict.stage, verdict.wait and verdict.wait.reason) == (stage, reason)
+    assert (verdict.advice or "").startswith(advice)
+
+
 def test_reason_may_come_from_the_other_side_of_the_handshake() -> None:
     stories = healthy()
     slow = Story(request_id="slow").stalled("decode.reserve", STALL_S)
