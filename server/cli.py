@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import msgspec
 import typer
@@ -462,7 +463,12 @@ def demo(
     # The demo's client is a development dependency; `up` does without.
     from server.demo.run import run_demo  # noqa: PLC0415
 
+    signal.signal(signal.SIGTERM, _end)  # its server must not outlive it
     raise typer.Exit(run_demo(as_json=as_json))
+
+
+def _end(number: int, _frame: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def refuse_without_effect(context: typer.Context, mode: Mode) -> None:
