@@ -152,7 +152,12 @@ def _start(
         process_group=0,
     )
     assert server.stdout is not None
-    line = server.stdout.readline()
+    try:
+        line = server.stdout.readline()
+    except BaseException:  # interrupted, or told to end
+        server.kill()  # its processes die with it
+        server.wait()
+        raise
     if not line:
         server.wait(timeout=_STOP_S)
         raise DemoError(f"the server did not start: {_tail(errors)}")
