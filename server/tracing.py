@@ -129,8 +129,12 @@ class TraceObserver:
     def _mark_change(self, leg: Leg[Any], previous: Any, at_ns: int) -> None:
         state = leg.state
         ending = leg.ending
-        if ending is None or ending.outcome is Outcome.COMPLETED:
-            told = MARKS_OF_CHANGES[type(state)][previous, state]
+        changes = MARKS_OF_CHANGES[type(state)]
+        if ending is None or (
+            # The gateway may end a request as completed, at a stop string, wherever its legs are.
+            ending.outcome is Outcome.COMPLETED and (previous, state) in changes
+        ):
+            told = changes[previous, state]
             if told is not None:
                 mark, values = told
                 leg.trace.mark(mark, *values(leg, self._free_pages()), at_ns=at_ns)

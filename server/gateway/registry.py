@@ -143,12 +143,15 @@ class Registry:
     def observe(self, heartbeat: Heartbeat, now_s: float) -> Peer | None:
         """Take in a heartbeat; returns the peer it replaces, if it is another incarnation.
 
-        Beats that come late (an older number, a replaced incarnation) change nothing.
+        Beats that come late (an older number, a replaced incarnation) change nothing. One that
+        was replaced and goes on while its successor is silent was called so wrongly.
         """
         peer = heartbeat.peer
-        if peer.incarnation in self._retired:
-            return None
         known = self._members.get(peer.instance)
+        if peer.incarnation in self._retired:
+            if known is None or not self._is_dead(known, now_s):
+                return None
+            self._retired.remove(peer.incarnation)
         replaced: Peer | None = None
         if known is not None:
             if known.heartbeat.peer.incarnation != peer.incarnation:

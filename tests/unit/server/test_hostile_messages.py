@@ -14,23 +14,20 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from pdtrace.recorder import RequestContext
 from server.config import COLOCATED
-from server.kv.layout import KvLayout
-from server.wire.messages import AnyMessage, LegStatus, Peer, PoolRef, Tokens, WireError, decode
+from server.wire.messages import WireError, decode
+from tests.support.hostile_messages import hostile_bodies, with_handoffs
 from tests.support.scheduler_bus import MODEL, PAGE
-from tests.support.whole_server import GATEWAY, WholeServer, scarce_settings
-from tests.support.wire_shapes import Known, bodies, frame_of, shape_of
+from tests.support.whole_server import GATEWAY, TRANSFER, WholeServer, scarce_settings
+from tests.support.wire_shapes import frame_of
 
 EXAMPLES = int(os.environ.get("PDTRACE_MODEL_EXAMPLES", "40"))
 """The same variable as of the model test searches longer."""
@@ -41,73 +38,10 @@ SHAPES = {
 }
 LONG_S = 60.0
 """Longer than all deadlines that may follow each other, twice."""
-PLACEHOLDERS = tuple(f"handoff {number}" for number in range(3))
-"""Stand for handoffs that are in flight when the message is sent."""
-NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1", "transfer-0", "worker-0", GATEWAY)
-
-text = st.text(max_size=8)
-own_ids = st.sampled_from(["mine-0", "mine-1"])
-ids = st.sampled_from(PLACEHOLDERS) | own_ids | text
-numbers = st.sampled_from([-(2**63), -1, 0, 1, 2, 7, 10**6, 2**31, 2**63 - 1])
-lives = st.sampled_from([1, 2, 9]) | text
-peers = st.builds(
-    lambda instance, endpoint, life: {
-        "instance": instance,
-        "endpoint": endpoint,
-        "incarnation": f"{instance}-{life}" if isinstance(life, int) else life,
-    },
-    st.sampled_from(NAMES) | text,
-    st.sampled_from(NAMES) | text,
-    lives,
-)
-pages = st.lists(
-    st.sampled_from([-(2**63), -1, 24, 10**6, 2**63 - 1]) | st.integers(24, 99), max_size=6
-)
-"""None that exists in a pool: what lies in one that does would be overwritten, as it says."""
-tokens = st.lists(st.integers(0, 255) | numbers, max_size=40)
-layouts = st.just(
-    {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "page_size": PAGE, "dtype": "float32"}
-) | shape_of(msgspec.inspect.type_info(KvLayout))
-contexts = st.builds(
-    lambda handoff_id, request_id, attempt: msgspec.to_builtins(
-        msgspec.structs.replace(
-            RequestContext.create(request_id=request_id), handoff_id=handoff_id, attempt=attempt
-        )
-    ),
-    ids,
-    ids,
-    numbers,
-)
-KNOWN: Known = {
-    "handoff_id": ids,
-    "prompt_ids": tokens,
-    "prompt_len": numbers,
-    "max_tokens": numbers | st.integers(1, 20),
-    "index": numbers,
-    "num_bytes": numbers,
-    "pages": pages,
-    "source_pages": pages,
-    "destination_pages": pages,
-    "token_id": numbers,
-    "faults": st.just({}) | st.dictionaries(text, numbers, max_size=2),
-    "stop": st.lists(text, max_size=3),
-    "fingerprint": st.just(MODEL.info.fingerprint) | text,
-    "outcome": st.sampled_from(["completed", "failed", "cancelled", "lost", ""]) | text,
-    "transfer_address": st.none() | st.just("127.0.0.1:1") | text,
-    RequestContext: contexts,
-    Peer: peers,
-    PoolRef: st.builds(
-        lambda owner, life: {"owner": owner, "incarnation": f"{owner}-{life}"},
-        st.sampled_from(NAMES),
-        lives,
-    ),
-    KvLayout: layouts,
-    LegStatus: bodies(LegStatus, {"handoff_id": ids, "outcome": text}),
-}
-OF_NOBODY: Known = {**KNOWN, "handoff_id": own_ids | text}
-"""Tokens with the right handoff and index are what they say they are."""
-MESSAGES = st.one_of(
-    [bodies(message, OF_NOBODY if message is Tokens else KNOWN) for message in get_args(AnyMessage)]
+MESSAGES = hostile_bodies(
+    endpoints=(GATEWAY, *("prefill-0", "prefill-1", "decode-0", "decode-1", "worker-0"), TRANSFER),
+    layout=MODEL.layout(PAGE),
+    fingerprint=MODEL.info.fingerprint,
 )
 
 
@@ -150,20 +84,9 @@ def in_flight(server: WholeServer) -> list[str]:
     return sorted({leg.handoff_id for w in server.schedulers().values() for leg in w.legs})
 
 
-def resolved(value: Any, handoffs: Sequence[str]) -> Any:
-    """`value` with handoffs that there are in place of those that stand for them."""
-    if isinstance(value, dict):
-        return {key: resolved(one, handoffs) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [resolved(one, handoffs) for one in value]
-    if value in PLACEHOLDERS and handoffs:
-        return handoffs[PLACEHOLDERS.index(value) % len(handoffs)]
-    return value
-
-
 def send(server: WholeServer, step: Step) -> bool:
     """Whether it is a message at all: types check some of what they hold."""
-    body = resolved(step.body, in_flight(server))
+    body = with_handoffs(step.body, in_flight(server))
     try:
         message = decode(frame_of(body))
     except WireError:

@@ -17,6 +17,7 @@ from server.request import (
     PrefillState,
 )
 from server.tracing import MARKS_OF_CHANGES
+from server.wire.messages import Cancel
 from tests.support.scheduler_bus import Cluster, mark_names
 
 MakeCluster = Callable[..., Cluster]
@@ -103,6 +104,31 @@ def test_aborted_leg_marks_the_abort_once_and_no_later_stage(make_cluster: MakeC
     prefill = cluster.marks(Role.PREFILL)
     names = [name for name in mark_names(prefill) if name != "WAITING"]
     assert names == ["PREFILL_RECEIVED", "HANDSHAKE_DONE", "ABORTED"]
+
+
+@pytest.mark.parametrize("stage", ["prefill.queue", "transfer", "decode.generate"])
+def test_leg_that_is_ended_as_completed_where_it_is_not_marks_that(
+    make_cluster: MakeCluster, stage: str
+) -> None:
+    """The gateway does so at a stop string that a worker has overlooked."""
+    cluster = make_cluster()
+    handoff_id = cluster.submit(PROMPT, max_tokens=100, faults={stage: 5000})
+    cluster.run_for(100)
+    assert len(cluster.decode.legs) == 1
+    for leg in ("prefill-0", "decode-0"):
+        message = Cancel(
+            handoff_id=handoff_id,
+            outcome="completed",
+            reason="stop",
+            by="gateway",
+            gateway=cluster.gateway,
+        )
+        cluster.channels.put("gateway", leg, message)
+    cluster.settle()
+    closed = cluster.results[handoff_id].closed["decode-0"]
+    assert [(each.outcome, each.reason) for each in closed] == [("completed", "stop")]
+    aborted = [record for record in cluster.marks(Role.DECODE) if record.mark is Mark.ABORTED]
+    assert [record.values for record in aborted] == [(Outcome.COMPLETED, "stop", "gateway")]
 
 
 def test_recording_switched_off_changes_nothing_for_the_request(make_cluster: MakeCluster) -> None:

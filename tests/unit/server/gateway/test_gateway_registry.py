@@ -112,6 +112,20 @@ def test_new_incarnation_replaces_the_old_for_good() -> None:
     assert worker.peer.incarnation == "2"
 
 
+def test_one_that_goes_on_while_its_successor_is_silent_takes_its_place_again() -> None:
+    """Somebody used its name once; a beat of its own that comes late says nothing meanwhile."""
+    members = full_registry()
+    members.observe(beat("decode-0", Role.DECODE, incarnation="foreign", info=None), 1.0)
+    assert members.observe(beat("decode-0", Role.DECODE, seq=2), 2.0) is None
+    assert pairs(members, 2.0) == 0
+    replaced = members.observe(beat("decode-0", Role.DECODE, seq=9), 4.5)
+    assert replaced is not None
+    assert replaced.incarnation == "foreign"
+    for name, role in PLAN[:2]:
+        members.observe(beat(name, role, seq=9), 4.5)
+    assert pairs(members, 4.5) == 1
+
+
 def test_late_beat_of_the_same_incarnation_changes_nothing() -> None:
     members = full_registry()
     members.observe(beat("decode-0", Role.DECODE, seq=5, draining=True), 1.0)
