@@ -11,9 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,14 +108,7 @@ def test_whatever_a_message_says_nothing_breaks_and_nothing_stays(
     shape: str, steps: list[Step]
 ) -> None:
     directory = Path(tempfile.mkdtemp(prefix="pdtrace-hostile-"))
-    patch = pytest.MonkeyPatch()
-
-    def patch_time(fake: Any) -> None:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("server.gateway") and getattr(module, "time", None) is time:
-                patch.setattr(module, "time", fake)
-
-    server = WholeServer(directory, SHAPES[shape], patch_time)
+    server = WholeServer(directory, SHAPES[shape])
     raised = Raised()
     logging.getLogger().addHandler(raised)
     try:
@@ -140,5 +131,4 @@ def test_whatever_a_message_says_nothing_breaks_and_nothing_stays(
     finally:
         logging.getLogger().removeHandler(raised)
         server.close()
-        patch.undo()
         shutil.rmtree(directory)
