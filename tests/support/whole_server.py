@@ -28,6 +28,11 @@ from server.fake_tokenizer import FakeTokenizer
 from server.gateway.openai_api import GenerationRequest, Operation, parse_request
 from server.gateway.pipeline import Gateway
 from server.heartbeat import Progress
+from server.injection import transfers, workers
+from server.injection.damage import FaultyShmTransfer
+from server.injection.injector import Injector
+from server.injection.transfers import faulty_sink, faulty_source, faulty_transfer
+from server.injection.workers import faulty_ports
 from server.kv.transfer.shm import ShmTransfer
 from server.kv.transfer.worker import TransferWorker, take_step
 from server.ports import Ports
@@ -39,6 +44,7 @@ from server.wire.messages import (
     AnyMessage,
     Heartbeat,
     HeartbeatAck,
+    InjectFaults,
     Peer,
     RegisterPool,
     decode,
@@ -191,6 +197,7 @@ class Process:
     worker: Scheduler[Any] | TransferWorker
     inbox: BusInbox
     outlet: Outlet
+    injector: Injector
     progress: Progress
     peer: Peer
     role: Role
@@ -402,18 +409,25 @@ class WholeServer:
         )
         inbox, progress = BusInbox(self.clock), Progress(self.clock)
         recorder = self.rings.recorder(role, peer.incarnation)
+        injector = Injector(
+            peer,
+            role=role,
+            now_ns=self.clock.monotonic_ns,
+            sleep=lambda seconds: self.clock.advance(s=seconds),
+        )
         if role is Role.TRANSFER:
-            transfer = ShmTransfer(clock=self.clock)
+            transfer = FaultyShmTransfer(verify=True, clock=self.clock, injector=injector)
             mover = TransferWorker(
                 config,
-                transfer=transfer,
-                inbox=inbox,
-                outbox=outlet,
+                transfer=faulty_transfer(transfer, injector),
+                inbox=faulty_source(inbox, injector, self.clock),
+                outbox=faulty_sink(outlet, injector),
                 recorder=recorder,
                 progress=progress,
                 clock=self.clock,
             )
-            return Process(mover, inbox, outlet, progress, peer, role, transfer=transfer)
+            transfers.disturb(mover, injector, ())
+            return Process(mover, inbox, outlet, injector, progress, peer, role, transfer=transfer)
         settings = self.settings
         engine = FakeEngine(
             pool_path=self._directory / f"{peer.incarnation}.kv",
@@ -439,10 +453,16 @@ class WholeServer:
             Role.DECODE: DecodeWorker,
             Role.WORKER: ColocatedWorker,
         }
-        worker = classes[role](config, engine, ports)
+        worker = classes[role](config, engine, faulty_ports(ports, injector))
+        workers.disturb(worker, injector, ())
         return Process(
-            worker, inbox, outlet, progress, peer, role, engine=engine, taken=ports.taken
+            worker, inbox, outlet, injector, progress, peer, role, engine=engine, taken=ports.taken
         )
+
+    def clear_faults(self) -> None:
+        """Nothing goes wrong inside any more; what was taken is given back."""
+        for process in self.processes.values():
+            process.injector.obey(InjectFaults(clear=True))
 
     def kill(self, instance: str, *, noticed: bool) -> None:
         """It is gone, with all that lay in its inbox. `noticed`: sends to it are refused."""
@@ -580,7 +600,7 @@ class WholeServer:
                     load=state.load,
                     progress_age_s=process.progress.age_s,
                     busy=state.busy,
-                    draining=False,
+                    draining=process.progress.draining,
                     info=None if engine is None else MODEL.info,
                     layout=None if engine is None else engine.layout,
                     ignored=dict(state.ignored),

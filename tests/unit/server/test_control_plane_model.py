@@ -25,6 +25,9 @@ from hypothesis.stateful import (
 )
 
 from server.config import COLOCATED, Settings
+from server.faults import FAULT_STAGES
+from server.injection.fault import Corrupt, Damage, Fault, Freeze, Place, Raise, Shrink
+from server.scheduler import Scheduler
 from tests.support.whole_server import GATEWAY, Process, WholeServer, scarce_settings
 
 EXAMPLES = int(os.environ.get("PDTRACE_MODEL_EXAMPLES", "60"))
@@ -65,6 +68,24 @@ WISHES = st.lists(
     ),
     min_size=1,
     max_size=4,
+)
+
+
+FAULTS: st.SearchStrategy[Fault] = st.one_of(
+    st.builds(Shrink, pages=st.integers(1, 20)),
+    st.builds(
+        Raise,
+        place=st.sampled_from((Place.ENGINE, Place.MESSAGE, Place.COPY)),
+        nth=st.integers(1, 4),
+        count=st.integers(1, 3),
+    ),
+    st.builds(
+        Freeze,
+        stage=st.sampled_from(sorted(FAULT_STAGES)),
+        ms=st.sampled_from((50, 500, 5000)),
+        count=st.integers(1, 3),
+    ),
+    st.builds(Corrupt, copy=st.sampled_from(Damage), nth=st.integers(1, 3)),
 )
 
 
@@ -152,6 +173,19 @@ class ControlPlane(RuleBasedStateMachine):
         if process := self._process(which):
             process.frozen = not process.frozen
 
+    @rule(which=NUMBERS)
+    def tell_to_stop(self, which: int) -> None:
+        """As SIGTERM does: it takes nothing more, and ends what only waits."""
+        process = self._process(which)
+        if process is not None and isinstance(process.worker, Scheduler):
+            process.worker.stop_accepting()
+
+    @rule(which=NUMBERS, fault=FAULTS)
+    def inject(self, which: int, fault: Fault) -> None:
+        """Something goes wrong inside, if it can there."""
+        if process := self._process(which):
+            process.injector.arm([fault])
+
     # -- time ---------------------------------------------------------------------------------
 
     @rule(which=NUMBERS)
@@ -177,6 +211,9 @@ class ControlPlane(RuleBasedStateMachine):
         self._bring_back()
 
     def _bring_back(self) -> None:
+        for instance, worker in self.server.schedulers().items():
+            if worker.draining and len(worker.legs) == 0:
+                self.server.kill(instance, noticed=True)
         for instance in sorted(self.server.post.down):
             self.server.start(instance)
         self.server.post.release_held()
@@ -203,12 +240,15 @@ class ControlPlane(RuleBasedStateMachine):
         server = self.server
         for process in server.processes.values():
             process.frozen = False
+        server.clear_faults()
         self._bring_back()
         # Everybody hears of everybody: workers ask once a second who the transfer process is.
         for _ in range(30):
             server.turn(ms=50.0)
         server.run(until=lambda: not server.what_is_open(), limit_s=LONG_S, turn_ms=50.0)
         server.check()
+        self._bring_back()  # who was told to stop has ended meanwhile
+        server.run(until=lambda: not server.what_is_open(), limit_s=LONG_S, turn_ms=50.0)
         for client in server.clients:
             event(f"a request ended with {client.ending}")
         probe = server.ask([9, 8, 7, 6, 5], 6, stream=True)
