@@ -98,6 +98,7 @@ def encode_open(
             context,
             request_id=context.request_id.encode(errors="replace").decode(),
             handoff_id=context.handoff_id.encode(errors="replace").decode(),
+            tracestate=context.tracestate.encode(errors="replace").decode(),
         )
         encoded = _context_encoder.encode(context)
     return pack_head(KIND_OPEN, int(repeated), 0, key, t_ns) + encoded, truncated
