@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.aftermath import assert_recovered
 from tests.support.cases import OF_SERVING
+from tests.support.otlp_receivers import Received, http_receiver
 from tests.support.server import RunningServer, running_server
 
 FAST_FAKE = "fake:step_ms=2,token_us=20"
@@ -25,11 +26,23 @@ def fake_pd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running
 
 
 @pytest.fixture(scope="session")
-def edge_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def edge_collector() -> Iterator[Received]:
+    """What `edge_server` exports."""
+    with http_receiver() as received:
+        yield received
+
+
+@pytest.fixture(scope="session")
+def edge_server(
+    tmp_path_factory: pytest.TempPathFactory, edge_collector: Received
+) -> Iterator[RunningServer]:
     """A server with an API key, for callers that mean it ill and for clients of others."""
     run_dir = tmp_path_factory.mktemp("edge") / "run"
-    with running_server(run_dir, "--api-key", EDGE_KEY, model="fake") as server:
-        yield server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1,localhost")
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", edge_collector.endpoint)
+        with running_server(run_dir, "--api-key", EDGE_KEY, model="fake") as server:
+            yield server
 
 
 @pytest.hookimpl(wrapper=True)

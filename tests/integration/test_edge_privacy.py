@@ -8,11 +8,22 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families as prometheus
 
+from pdtrace.export.sink import lines_since
+from pdtrace.otlp.json_lines import decode_line
 from tests.integration.conftest import EDGE_KEY
+from tests.support.aftermath import assert_recovered
+from tests.support.completions import Ask
+from tests.support.otlp_receivers import Received
+from tests.support.recorded import wait_for
 from tests.support.server import ROOT, RunningServer
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
@@ -28,6 +39,7 @@ HOSTILE = {
     "unicode": "FORGED\u202e\u2028é🌍".encode(),
     "long": b"FORGED" * 1700,
 }
+MAX_CHARS = 4096
 HEADERS = ("X-Request-Id", "traceparent", "tracestate", "Authorization", "X-Other")
 
 
@@ -50,9 +62,9 @@ def post(server: RunningServer, headers: bytes, model: str) -> int:
     return int(head.split()[1])
 
 
-def test_hostile_ids_and_headers_reach_no_log_line_metric_or_label(
-    edge_server: RunningServer,
-) -> None:
+@pytest.fixture(scope="module")
+def attacked(edge_server: RunningServer) -> RunningServer:
+    """The server after requests with each of these in every header and as the model's name."""
     key = f"Authorization: Bearer {EDGE_KEY}\r\n".encode()
     statuses: set[int] = set()
     for value in HOSTILE.values():
@@ -60,17 +72,98 @@ def test_hostile_ids_and_headers_reach_no_log_line_metric_or_label(
             header = f"{name}: ".encode() + value + b"\r\n"
             statuses.add(post(edge_server, header + key, edge_server.model))
         statuses.add(post(edge_server, key, value.decode()))
+    for name in ("\ud800", "\0", 'm",x="1"} 1\n# EOF'):
+        statuses.add(post(edge_server, key, name))
     assert 200 in statuses
     assert statuses <= {200, 400, 401, 404}
-    with edge_server.client() as client:
-        assert MARK not in client.get("/metrics").text
-    for log in sorted((edge_server.run_dir / "logs").glob("*.log")):
-        for line in log.read_text().splitlines():
+    assert_recovered(
+        edge_server,
+        probe=Ask(request_id="behind-them", headers={"authorization": f"Bearer {EDGE_KEY}"}),
+    )
+    return edge_server
+
+
+def test_hostile_ids_and_headers_reach_no_log_line(attacked: RunningServer) -> None:
+    for log in sorted((attacked.run_dir / "logs").glob("*.log")):
+        for line in log.read_text().split("\n"):
             assert line.isprintable(), (log.name, line)
             assert len(line) < 2000, log.name
             assert not re.search(
                 rf"(^|[ ,]){MARK}|outcome={MARK} ", re.sub(r'"(\\.|[^"\\])*"', "", line)
             ), line
+
+
+@pytest.mark.parametrize("of", ["gateway", "agent"])
+def test_metrics_are_valid_and_have_nothing_of_a_caller(attacked: RunningServer, of: str) -> None:
+    url = attacked.url if of == "gateway" else attacked.agent_url()
+    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    answer = httpx.get(f"{url}/metrics", headers=accept, timeout=60, trust_env=False)
+    assert answer.status_code == 200
+    is_open = answer.headers["content-type"].startswith("application/openmetrics-text")
+    parse = openmetrics if is_open else prometheus
+    samples = [sample for family in parse(answer.text) for sample in family.samples]
+    assert len(samples) > 20
+    assert MARK not in answer.text
+
+
+def test_spans_on_disk_and_on_the_wire_have_callers_words_as_bounded_values_alone(
+    attacked: RunningServer, edge_collector: Received
+) -> None:
+    def exported() -> list[Any]:
+        return [
+            span
+            for span in edge_collector.spans()
+            for item in span.attributes
+            if item.key == "pd.request.id" and item.value.string_value == "behind-them"
+        ]
+
+    wait_for(lambda: bool(exported()), "the last request at the collector")
+    seen = 0
+    for line in lines_since(attacked.run_dir / "traces"):
+        json.loads(line)
+        assert min(line.rstrip(b"\n")) >= ord(" ")
+        for span in decode_line(line):
+            check_words(span.name, span.attributes)
+            seen += any(MARK in str(value) for value in span.attributes.values())
+    assert seen, "what callers chose is there to be searched for"
+    for span in edge_collector.spans():
+        check_words(
+            span.name,
+            {item.key: item.value.string_value for item in span.attributes},
+        )
+        assert span.trace_state.isprintable()
+
+
+def check_words(name: str, attributes: Mapping[str, Any]) -> None:
+    assert MARK not in name
+    for key, value in attributes.items():
+        assert MARK not in key
+        if isinstance(value, str):
+            assert len(value) <= MAX_CHARS, key
+            assert key not in {"pd.request.id", "pd.handoff.id"} or value.isprintable()
+
+
+@pytest.mark.parametrize(
+    "command", [("why", "--slowest", "200"), ("check",), ("top", "--once")], ids=" ".join
+)
+def test_terminal_gets_nothing_of_a_caller_but_text(
+    attacked: RunningServer, command: tuple[str, ...]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pdtrace", *command, "--from", str(attacked.run_dir)],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode in {0, 1}, done.stderr
+    for line in (done.stdout + done.stderr).decode().split("\n"):
+        assert line.isprintable(), line
+
+
+def test_no_file_is_named_by_a_caller(attacked: RunningServer) -> None:
+    assert not [path for path in attacked.run_dir.rglob("*") if MARK in path.name]
+    assert not list(attacked.run_dir.parent.glob(f"*{MARK}*"))
 
 
 def test_api_key_is_nowhere_but_in_the_gateways_configuration(edge_server: RunningServer) -> None:
