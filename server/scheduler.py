@@ -388,6 +388,8 @@ class Scheduler(ABC, Generic[LegT]):
     def say_kept_waiting(self, leg: LegT, stage: str, arrived_ns: int) -> None:
         """Say in the trace that a message of `leg` lay in the inbox because a step ran, or could
         not come because this process stood still, if so."""
+        if leg.ending is not None:  # refused meanwhile: its trace has ended
+            return
         pause = self._standstill.before(arrived_ns)
         if pause is not None:
             came_by = stage if STAGE_BY_NAME[stage].kind is Kind.HOP else "hop.dispatch"

@@ -15,6 +15,7 @@ from pdtrace.stages import GapCause, Mark, Outcome, Role
 from server.admission import MAX_PASSES, Candidate, FifoAdmission, PageBudget
 from server.colocated.policy import MAX_WAITED
 from server.config import Deadlines, Settings
+from server.engine.fake import StepShape
 from server.preemption import SavedSequence, dropped_for
 from server.request import DecodeState, PrefillState
 from server.serve import stop_worker
@@ -85,6 +86,33 @@ def test_colocated_worker_refuses_more_than_may_wait(make_cluster: MakeCluster) 
     cluster.settle()
     outcomes = [cluster.results[handoff_id].outcome("worker-0") for handoff_id in handoffs]
     assert outcomes == ["completed"] * 2 + ["rejected"] * 4
+    serves(cluster)
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_requests_that_come_during_a_step_and_are_refused_are_recorded_to_their_end_alone(
+    make_cluster: MakeCluster, colocated: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What kept a message waiting is said of a request that goes on."""
+    worker = "worker-0" if colocated else "decode-0"
+    came: list[str] = []
+
+    def step_s(shape: StepShape) -> float:
+        if not came and shape.num_tokens == shape.num_seqs:  # of a batch
+            came.extend(cluster.submit(prompt(6, first=i), max_tokens=4) for i in range(4))
+            cluster.clock.advance(ms=5)
+            for _ in came:
+                cluster.deliver(("gateway", worker))
+        return 0.1
+
+    cluster = make_cluster(
+        colocated=colocated, settings=settings(max_waiting=1, max_running=1), step_time=step_s
+    )
+    cluster.submit(prompt(5), max_tokens=8)
+    cluster.settle()
+    outcomes = [cluster.results[handoff_id].outcome(worker) for handoff_id in came]
+    assert outcomes.count("rejected") >= 2
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
     serves(cluster)
 
 
