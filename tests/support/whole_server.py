@@ -572,6 +572,7 @@ class WholeServer:
         for process in list(self.processes.values()):
             if not process.frozen:
                 process.step()
+        self._follow_stopped()
         self._beat()
         self.clock.advance(ms=ms)
         gateway = self.gateway
@@ -579,6 +580,13 @@ class WholeServer:
             self._tick_ns = self.clock.monotonic_ns() + round(self.settings.heartbeat_s * 1e9)
             gateway.tick()
         self.loop.settle()
+
+    def _follow_stopped(self) -> None:
+        """Who was told to stop and has nothing left ends, and is started again."""
+        for instance, worker in self.schedulers().items():
+            if worker.draining and len(worker.legs) == 0:
+                self.kill(instance, noticed=True)
+                self.start(instance)
 
     def _beat(self) -> None:
         now_ns = self.clock.monotonic_ns()
