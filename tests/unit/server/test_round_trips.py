@@ -139,3 +139,17 @@ def test_only_another_host_s_clock_is_recorded(foreign: bool) -> None:
         t_ns=7, peer="gateway-0", peer_clock_id="host-a/boot-1", offset_ns=5, error_ns=2
     )
     assert rings.records(Role.DECODE) == ([expected] if foreign else [])
+
+
+@pytest.mark.parametrize(("incarnation", "mine"), [("abc", True), ("ab", False), ("", False)])
+def test_an_answer_to_another_life_says_nothing_of_the_gateway(
+    incarnation: str, mine: bool
+) -> None:
+    """Whatever else is in it, and whether or not it was asked for."""
+    trips = under_way()
+    for seq in (1, 99):
+        assert trips.is_mine(ack(incarnation=incarnation, seq=seq)) is mine
+    assert trips.ignored == {}, "to be asked counts nothing"
+    trip = trips.answered(ack(incarnation=incarnation), 100 * S + 10 * MS)
+    assert (trip is not None) is mine
+    assert trips.ignored == ({} if mine else {"foreign": 1})
