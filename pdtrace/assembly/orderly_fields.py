@@ -84,6 +84,11 @@ def _stage(span: SpanPlan, num_stages: int, time_bytes: int) -> _Stage:
     )
 
 
+@lru_cache(maxsize=MAX_SHAPES)
+def _told(plan: RequestPlan) -> tuple[tuple[Told, ...], ...]:
+    return tuple(span.told for span in plan.spans)
+
+
 def add_orderly_fields(spans: OrderlySpans, parts_of: Callable[[Resource], list[bytes]]) -> bool:
     """Appends each span as a field of ScopeSpans to the parts of its resource; False if that is
     for `add_spans` to do, as the times are not of one length. Raises ValueError for what has no
@@ -102,6 +107,7 @@ def add_orderly_fields(spans: OrderlySpans, parts_of: Callable[[Resource], list[
     ids = [((base ^ span.salt) or 1).to_bytes(8) for span in plan.spans]
     ids += (root_id, attempt_id)
     stages = _stages(plan, time_bytes)
+    known = SPAN_ATTRIBUTES.told(spans.records, _told(plan))
     common_size = len(common)
     legs: list[list[bytes] | None] = [None] * len(resources)
     for at in spans.order:
@@ -113,7 +119,9 @@ def add_orderly_fields(spans: OrderlySpans, parts_of: Callable[[Resource], list[
         parts = legs[leg]
         if parts is None:  # not before: resources come in the order of their first spans
             parts = legs[leg] = parts_of(resources[leg])
-        further = _further(spans, told, more.get(at)) if told or at in more else b""
+        further = known[at]
+        if further is None or at in more:
+            further = _further(spans, told, more.get(at)) if told or at in more else b""
         size += common_size + len(further)
         head = _HEADS[size] if size < _MAX_HEADS else b"\x12" + varint(size)
         parts += (head, common, own, before_begin, times[begin], before_end, times[end], further)

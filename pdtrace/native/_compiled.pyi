@@ -41,4 +41,13 @@ def add_attributes(
     """`pdtrace.otlp.wire.Attributes.add`; `pair` makes what is not plain text or a number, or has a
     key that is not among `keys`."""
 
+def told_fields(
+    records: list[MarkRecord],
+    told: tuple[tuple[Any, ...], ...],
+    tag: int,
+    keys: dict[str, bytes],
+    /,
+) -> list[bytes | None]:
+    """`pdtrace.otlp.wire.Attributes.told`."""
+
 def crc32(data: bytes, seed: int = 0, /) -> int: ...

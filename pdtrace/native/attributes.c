@@ -75,6 +75,62 @@ take_value(PyObject *value, Value *taken)
     return 0;
 }
 
+/* An attribute that is written here. */
+typedef struct {
+    const char *key_field;
+    size_t key_bytes;
+    Value value;
+} Attribute;
+
+/* 1: taken, 0: not here, -1: an error. */
+static int
+take_attribute(PyObject *keys, PyObject *key, PyObject *value, Attribute *taken)
+{
+    PyObject *known = PyUnicode_CheckExact(key) ? PyDict_GetItemWithError(keys, key) : NULL;
+    char *field = NULL;
+    Py_ssize_t bytes = 0;
+    if (known == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    if (PyBytes_AsStringAndSize(known, &field, &bytes) < 0) {
+        return -1;
+    }
+    taken->key_field = field;
+    taken->key_bytes = (size_t)bytes;
+    return take_value(value, &taken->value)
+           && taken->key_bytes + taken->value.bytes + MOST_EXTRA_BYTES <= BUFFER_BYTES;
+}
+
+static int
+fits(const Attribute *taken, const unsigned char *at, const unsigned char *end)
+{
+    return taken->key_bytes + taken->value.bytes + MOST_EXTRA_BYTES <= (size_t)(end - at);
+}
+
+static unsigned char *
+put_attribute(unsigned char *at, int tag, const Attribute *taken)
+{
+    const Value *value = &taken->value;
+    size_t value_bytes = 1 + value->bytes;
+    *at++ = (unsigned char)tag;
+    at = put_varint(at, taken->key_bytes + 1 + varint_bytes(value_bytes) + value_bytes);
+    memcpy(at, taken->key_field, taken->key_bytes);
+    at += taken->key_bytes;
+    *at++ = 0x12;
+    at = put_varint(at, value_bytes);
+    *at++ = value->tag;
+    if (value->tag == 0x21) {
+        memcpy(at, &value->number, 8);
+        return at + 8;
+    }
+    at = put_varint(at, value->number);
+    if (value->text != NULL) {
+        memcpy(at, value->text, (size_t)value->number);
+        at += value->number;
+    }
+    return at;
+}
+
 /* Appends what there is up to `end`, if anything. */
 static int
 flush(PyObject *parts, const unsigned char *begin, const unsigned char *end)
@@ -125,51 +181,109 @@ module_add_attributes(PyObject *Py_UNUSED(module), PyObject *args)
     Py_ssize_t place = 0;
     long dropped = 0;
     while (PyDict_Next(attributes, &place, &key, &value)) {
-        Value taken;
-        char *key_field = NULL;
-        Py_ssize_t key_bytes = 0;
-        PyObject *known = PyUnicode_CheckExact(key) ? PyDict_GetItemWithError(keys, key) : NULL;
-        if (known != NULL && PyBytes_AsStringAndSize(known, &key_field, &key_bytes) < 0) {
+        Attribute taken;
+        int here = take_attribute(keys, key, value, &taken);
+        if (here < 0) {
             return NULL;
         }
-        int here = known != NULL && take_value(value, &taken)
-                   && (size_t)key_bytes + taken.bytes + MOST_EXTRA_BYTES <= BUFFER_BYTES;
-        if (!here || taken.bytes + (size_t)key_bytes + MOST_EXTRA_BYTES
-                         > (size_t)(buffer + BUFFER_BYTES - at)) {
+        if (!here || !fits(&taken, at, buffer + BUFFER_BYTES)) {
             if (flush(parts, buffer, at) < 0) {
                 return NULL;
             }
             at = buffer;
         }
-        if (!here) {
-            int result = add_by(pair, parts, key, value);
-            if (result < 0) {
-                return NULL;
-            }
-            dropped += result;
+        if (here) {
+            at = put_attribute(at, tag, &taken);
             continue;
         }
-        size_t value_bytes = 1 + taken.bytes;
-        *at++ = (unsigned char)tag;
-        at = put_varint(at, (uint64_t)key_bytes + 1 + varint_bytes(value_bytes) + value_bytes);
-        memcpy(at, key_field, (size_t)key_bytes);
-        at += key_bytes;
-        *at++ = 0x12;
-        at = put_varint(at, value_bytes);
-        *at++ = taken.tag;
-        if (taken.tag == 0x21) {
-            memcpy(at, &taken.number, 8);
-            at += 8;
-            continue;
+        int result = add_by(pair, parts, key, value);
+        if (result < 0) {
+            return NULL;
         }
-        at = put_varint(at, taken.number);
-        if (taken.text != NULL) {
-            memcpy(at, taken.text, (size_t)taken.number);
-            at += taken.number;
-        }
+        dropped += result;
     }
-    if (PyErr_Occurred() || flush(parts, buffer, at) < 0) {
+    if (flush(parts, buffer, at) < 0) {
         return NULL;
     }
     return PyLong_FromLong(dropped);
+}
+
+/* Writes one of `told` at `*at`. 1: done, 0: not here, -1: an error. */
+static int
+put_told(PyObject *one, PyObject *records, PyObject *keys, int tag, unsigned char **at,
+         const unsigned char *end)
+{
+    static PyObject *name;
+    if (name == NULL) {
+        name = PyUnicode_InternFromString("values");
+    }
+    if (name == NULL || !PyTuple_Check(one) || PyTuple_Size(one) != 4) {
+        PyErr_SetString(PyExc_TypeError, "told takes tuples of four");
+        return -1;
+    }
+    Py_ssize_t number = PyLong_AsSsize_t(PyTuple_GetItem(one, 1));
+    Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GetItem(one, 2));
+    PyObject *record = PyErr_Occurred() ? NULL : PyList_GetItem(records, number);
+    PyObject *values = record == NULL ? NULL : PyObject_GetAttr(record, name);
+    if (values != NULL && !PyTuple_Check(values)) {
+        PyErr_SetString(PyExc_TypeError, "values of a record are a tuple");
+        Py_CLEAR(values);
+    }
+    PyObject *value = values == NULL ? NULL : PyTuple_GetItem(values, place);
+    int result = value == NULL ? -1 : 0;
+    if (value == Py_None) {
+        result = PyObject_IsTrue(PyTuple_GetItem(one, 3)) == 0; /* nobody else has it */
+    }
+    else if (value != NULL) {
+        Attribute taken;
+        result = take_attribute(keys, PyTuple_GetItem(one, 0), value, &taken);
+        if (result > 0 && fits(&taken, *at, end)) {
+            *at = put_attribute(*at, tag, &taken);
+        }
+        else if (result > 0) {
+            result = 0;
+        }
+    }
+    Py_XDECREF(values);
+    return result;
+}
+
+/* told_fields(records, told, tag, keys): for each group of `told` the fields of what it says, None
+ * for those that are not for here. One of a group: key, number of a record, place among its values,
+ * where else to look. */
+PyObject *
+module_told_fields(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *records, *told, *keys;
+    int tag;
+    if (!PyArg_ParseTuple(args, "O!O!iO!:told_fields", &PyList_Type, &records, &PyTuple_Type, &told,
+                          &tag, &PyDict_Type, &keys)) {
+        return NULL;
+    }
+    unsigned char buffer[BUFFER_BYTES];
+    PyObject *fields = PyList_New(0);
+    for (Py_ssize_t index = 0; fields != NULL && index < PyTuple_Size(told); index++) {
+        PyObject *group = PyTuple_GetItem(told, index);
+        unsigned char *at = buffer;
+        int result = 1;
+        if (!PyTuple_Check(group)) {
+            PyErr_SetString(PyExc_TypeError, "told takes tuples of tuples");
+            Py_CLEAR(fields);
+            break;
+        }
+        for (Py_ssize_t place = 0; result > 0 && place < PyTuple_Size(group); place++) {
+            PyObject *one = PyTuple_GetItem(group, place);
+            result = put_told(one, records, keys, tag, &at, buffer + BUFFER_BYTES);
+        }
+        PyObject *field = NULL;
+        if (result >= 0) {
+            field = result ? PyBytes_FromStringAndSize((const char *)buffer, at - buffer)
+                           : Py_NewRef(Py_None);
+        }
+        if (field == NULL || PyList_Append(fields, field) < 0) {
+            Py_CLEAR(fields);
+        }
+        Py_XDECREF(field);
+    }
+    return fields;
 }

@@ -63,5 +63,6 @@ int add_recording(PyObject *module);
 
 PyObject *module_scan(PyObject *module, PyObject *args);
 PyObject *module_add_attributes(PyObject *module, PyObject *args);
+PyObject *module_told_fields(PyObject *module, PyObject *args);
 
 #endif

@@ -174,6 +174,9 @@ static PyMethodDef module_methods[] = {
     {"scan", module_scan, METH_VARARGS,
      PyDoc_STR("scan(data, pos, number, decoders, records, made, /)\n--\n\n"
                "Append the records from byte `pos` on; see pdtrace.ring.reader.")},
+    {"told_fields", module_told_fields, METH_VARARGS,
+     PyDoc_STR("told_fields(records, told, tag, keys, /)\n--\n\n"
+               "Fields of what marks say; see pdtrace.otlp.wire.")},
     {NULL, NULL, 0, NULL},
 };
 

@@ -153,6 +153,16 @@ class Attributes:
                 append(pair)
         return dropped
 
+    def told(self, records: list[Any], told: tuple[tuple[Any, ...], ...]) -> Sequence[bytes | None]:
+        """For each group of `told` the fields of what it says, None where `add` has to make them.
+
+        told     groups of: key, number of a record, place among its values, where else to look
+        records  objects with `values`
+        """
+        if compiled is None:
+            return (None,) * len(told)
+        return compiled.told_fields(records, told, self._tag[0], self._keys)
+
     def before_ints(self, key: str) -> list[bytes]:
         """What stands before the varint of an integer under `key`, by the length of that."""
         whole = [self._field(key, b"\x18" + bytes(size)) for size in range(MAX_VARINT_BYTES + 1)]

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -331,6 +331,25 @@ def test_attributes_beyond_one_buffer_keep_their_order() -> None:
         assert places == sorted(places)
 
 
+@settings(max_examples=100, deadline=None)
+@given(values=st.lists(ANY_VALUE | st.text(min_size=1500, max_size=2000), min_size=1, max_size=6))
+def test_what_marks_say_is_encoded_as_attributes_are(values: list[Any]) -> None:
+    """Or left to those, where a value is not plain or another record may have it."""
+    encoder = BOTH["C"]["otlp.wire"].Attributes(b"\x4a")
+    told = tuple((f"key.{n}", 0, n, ()) for n in range(len(values)))
+    encoder.add([], {one[0]: 1 for one in told})
+    record = SimpleNamespace(values=tuple(values))
+    elsewhere = (*told, ("key.0", 1, 0, ((0, 0),)))
+    found = encoder.told([record, SimpleNamespace(values=(None,))], (told, (), elsewhere))
+    parts: list[bytes] = []
+    said = {one[0]: value for one, value in zip(told, values, strict=True) if value is not None}
+    encoder.add(parts, said)
+    assert found[0] in (None, b"".join(parts))
+    assert found[1:] == [b"", None]
+    plain = all(type(value) in (int, float, bool) and abs(value) < 2**63 for value in said.values())
+    assert found[0] is not None or not plain
+
+
 # The pieces alone
 
 
@@ -339,6 +358,7 @@ def test_checksum_is_that_of_zlib(data: bytes, seed: int) -> None:
     assert native().crc32(data, seed) == crc32(data, seed & 0xFFFF_FFFF)
 
 
+_GROUP = (("a", 0, 0, ()),)
 _WRONG: list[Callable[[Any], object]] = [
     lambda c: c.Cursor(),
     lambda c: c.Cursor(b"read only"),
@@ -361,6 +381,13 @@ _WRONG: list[Callable[[Any], object]] = [
     lambda c: c.add_attributes([], [], 1, {}, int),
     lambda c: c.add_attributes([], {"a": 1}, 1, {"a": "no bytes"}, int),
     lambda c: c.add_attributes([], {"a": 1}, 1, {}, int),
+    lambda c: c.told_fields([], (5,), 1, {}),
+    lambda c: c.told_fields([], ((5,),), 1, {}),
+    lambda c: c.told_fields([], (_GROUP,), 1, {}),
+    lambda c: c.told_fields([5], (_GROUP,), 1, {}),
+    lambda c: c.told_fields([SimpleNamespace(values=[1])], (_GROUP,), 1, {}),
+    lambda c: c.told_fields([SimpleNamespace(values=())], (_GROUP,), 1, {}),
+    lambda c: c.told_fields([SimpleNamespace(values=(1,))], (_GROUP,), 1, {"a": "no bytes"}),
 ]
 
 
