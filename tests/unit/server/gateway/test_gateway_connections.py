@@ -111,8 +111,15 @@ def test_open_files_bound_the_connections(
     monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None, allowed: int
 ) -> None:
     limits = [(soft, hard)]
-    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
-    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
+
+    def read(_kind: int) -> tuple[int, int]:
+        return limits[-1]
+
+    def write(_kind: int, new: tuple[int, int]) -> None:
+        limits.append(new)
+
+    monkeypatch.setattr(resource, "getrlimit", read)
+    monkeypatch.setattr(resource, "setrlimit", write)
     assert affordable(1000) == allowed
     assert limits[1:] == ([] if raised is None else [(raised, hard)])
 
@@ -123,7 +130,10 @@ def test_limit_that_cannot_be_raised_is_said(
     def refuse(_kind: int, _new: tuple[int, int]) -> None:
         raise ValueError("not allowed to raise maximum limit")
 
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (300, 100_000))
+    def few(_kind: int) -> tuple[int, int]:
+        return 300, 100_000
+
+    monkeypatch.setattr(resource, "getrlimit", few)
     monkeypatch.setattr(resource, "setrlimit", refuse)
     assert affordable(1000) == 300 - REFUSALS_AT_ONCE - FILES_APART
     assert "cannot be raised" in caplog.text
