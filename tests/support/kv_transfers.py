@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from server.kv.layout import KvLayout
 from server.kv.pool import KvPool, PoolDescriptor
@@ -15,6 +17,14 @@ from server.kv.transfer.base import KvTransfer, PageCopy, TransferEvent
 from server.kv.transfer.memory import MemoryTransfer
 from server.kv.transfer.shm import ShmTransfer
 from server.kv.transfer.tcp import TcpTransfer
+from server.kv.transfer.tcp_auth import HELLO_BYTES, VERDICT_BYTES, SenderGreeting
+from server.kv.transfer.tcp_frames import (
+    LENGTH_BYTES,
+    CopyReply,
+    decode_length,
+    decode_reply,
+    parse_address,
+)
 from server.wire.messages import PoolRef
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
@@ -193,6 +203,60 @@ class TcpHarness:
         self.source.close()
         self.destination.close()
         self._pools.close()
+
+
+class TcpClient:
+    """A client of the destination's transfer that says what a test wants; it gives that transfer
+    its turns. To be closed by its socket."""
+
+    def __init__(self, harness: TcpHarness) -> None:
+        assert harness.address is not None
+        self._harness = harness
+        self.socket = socket.create_connection(parse_address(harness.address))
+        self.socket.setblocking(False)
+
+    def hello(self) -> bytes:
+        """What the receiver says first."""
+        return self.receive(HELLO_BYTES)
+
+    def greet(self, secret: bytes = SECRET) -> Self:
+        """Prove to know the secret."""
+        greeting = SenderGreeting(secret)
+        self.send(greeting.feed(self.hello()))
+        greeting.feed(self.receive(VERDICT_BYTES))
+        assert greeting.done
+        return self
+
+    def send(self, data: bytes) -> None:
+        """All of it; the receiver reads meanwhile. Raises ConnectionError when it hangs up."""
+        while data:
+            with contextlib.suppress(BlockingIOError):
+                data = data[self.socket.send(data) :]
+            self._harness.destination.poll(0.0)
+
+    def receive(self, num_bytes: int) -> bytes:
+        """Up to `num_bytes`; fewer when the connection is closed."""
+        data = b""
+        deadline = time.monotonic() + LIMIT_S
+        while len(data) < num_bytes:
+            assert time.monotonic() < deadline, "neither an answer nor the end of the connection"
+            self._harness.destination.poll(0.005)
+            try:
+                piece = self.socket.recv(num_bytes - len(data))
+            except BlockingIOError:
+                continue
+            except ConnectionResetError:
+                return data
+            if not piece:
+                return data
+            data += piece
+        return data
+
+    def reply(self) -> CopyReply:
+        return decode_reply(self.receive(decode_length(self.receive(LENGTH_BYTES))))
+
+    def is_closed(self) -> bool:
+        return self.receive(1) == b""
 
 
 class MemoryHarness:

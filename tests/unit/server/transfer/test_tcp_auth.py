@@ -6,7 +6,6 @@ import os
 import socket
 import stat
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from server.kv.transfer.tcp import TcpTransfer
 from server.kv.transfer.tcp_auth import (
     ACCEPTED,
     CLAIM_BYTES,
-    HELLO_BYTES,
     PROOF_BYTES,
     VERDICT_BYTES,
     ReceiverGreeting,
@@ -31,61 +29,19 @@ from server.kv.transfer.tcp_frames import (
     CopyHeader,
     FrameError,
     encode_frame,
-    parse_address,
 )
 from server.kv.transfer.tcp_receiver import Receiver
 from server.kv.transfer.tcp_sender import Sender
 from server.wire.messages import PoolRef
-from tests.support.kv_transfers import LAYOUT, SECRET, Ends, TcpHarness
+from tests.support.kv_transfers import LAYOUT, SECRET, Ends, TcpClient, TcpHarness
 
 OTHER = bytes(32)
 LIMIT_S = 30.0
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[TcpHarness]:
-    harness = TcpHarness(tmp_path)
-    yield harness
-    harness.close()
-
-
-class Stranger:
-    """A client of the destination's transfer that says what a test wants."""
-
-    def __init__(self, harness: TcpHarness) -> None:
-        assert harness.address is not None
-        self._harness = harness
-        self.socket = socket.create_connection(parse_address(harness.address))
-        self.socket.setblocking(False)
-
-    def hello(self) -> bytes:
-        return self.receive(HELLO_BYTES)
-
-    def receive(self, num_bytes: int) -> bytes:
-        """Up to `num_bytes`; fewer when the connection is closed."""
-        data = b""
-        deadline = time.monotonic() + LIMIT_S
-        while len(data) < num_bytes:
-            assert time.monotonic() < deadline, "neither an answer nor the end of the connection"
-            self._harness.receiver.poll(0.005)
-            try:
-                piece = self.socket.recv(num_bytes - len(data))
-            except BlockingIOError:
-                continue
-            except ConnectionResetError:
-                return data
-            if not piece:
-                return data
-            data += piece
-        return data
-
-    def is_closed(self) -> bool:
-        return self.receive(1) == b""
-
-
-@pytest.fixture
-def stranger(harness: TcpHarness) -> Iterator[Stranger]:
-    client = Stranger(harness)
+def stranger(harness: TcpHarness) -> Iterator[TcpClient]:
+    client = TcpClient(harness)
     yield client
     client.socket.close()
 
@@ -160,7 +116,7 @@ def test_a_receiver_with_another_secret_gets_no_kv(harness: TcpHarness) -> None:
     ],
 )
 def test_frames_of_a_peer_that_proved_nothing_are_not_believed(
-    harness: TcpHarness, stranger: Stranger, opening: bytes
+    harness: TcpHarness, stranger: TcpClient, opening: bytes
 ) -> None:
     destination = harness.add_pool("destination")
     before = bytes(harness.memory(destination))
@@ -173,7 +129,7 @@ def test_frames_of_a_peer_that_proved_nothing_are_not_believed(
 
 
 def test_a_claim_that_was_overheard_opens_no_other_connection(harness: TcpHarness) -> None:
-    first, second = Stranger(harness), Stranger(harness)
+    first, second = TcpClient(harness), TcpClient(harness)
     claim = SenderGreeting(SECRET).feed(first.hello())
     first.socket.send(claim)
     assert first.receive(VERDICT_BYTES)[:1] == ACCEPTED
@@ -193,7 +149,7 @@ def test_strangers_make_room_for_each_other_and_never_take_that_of_peers(
     ends = Ends(harness)
     ends.copy(source, [0], destination, [0])
     assert isinstance(ends.next_event(), Copied)
-    strangers = [Stranger(harness) for _ in range(4)]
+    strangers = [TcpClient(harness) for _ in range(4)]
     for client in strangers[2:]:
         client.hello()
     for client in strangers[:2]:
@@ -211,7 +167,7 @@ def test_a_stranger_that_says_nothing_is_disconnected(
     harness: TcpHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp, "GREETING_TIMEOUT_S", 0.05)
-    client = Stranger(harness)
+    client = TcpClient(harness)
     client.hello()
     assert client.is_closed()
     client.socket.close()

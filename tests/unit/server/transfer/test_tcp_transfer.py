@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from server.errors import StartError
@@ -21,9 +21,7 @@ from server.kv.transfer.tcp import TcpTransfer
 from server.kv.transfer.tcp_auth import (
     CLAIM_BYTES,
     HELLO_BYTES,
-    VERDICT_BYTES,
     ReceiverGreeting,
-    SenderGreeting,
 )
 from server.kv.transfer.tcp_frames import (
     LENGTH_BYTES,
@@ -38,19 +36,12 @@ from server.kv.transfer.tcp_frames import (
     parse_address,
 )
 from server.wire.messages import PoolRef
-from tests.support.kv_transfers import LAYOUT, NUM_PAGES, SECRET, Ends, TcpHarness
+from tests.support.kv_transfers import LAYOUT, NUM_PAGES, SECRET, Ends, TcpClient, TcpHarness
 
 BIG = KvLayout(num_layers=4, num_kv_heads=8, head_dim=64, page_size=16, dtype="float32")
 BIG_PAGES = 96  # 24 MiB: more than loopback's buffers hold
 ALL = list(range(BIG_PAGES))
 LIMIT_S = 20.0
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[TcpHarness]:
-    harness = TcpHarness(tmp_path)
-    yield harness
-    harness.close()
 
 
 @pytest.fixture
@@ -367,59 +358,9 @@ def test_a_peer_that_answers_nonsense_fails_the_copy(harness: TcpHarness, garbag
 # -- the receiving end against scripted senders ---------------------------------------------------
 
 
-class Client:
-    """A sender that says what a test wants; the receiver is polled whenever it waits."""
-
-    def __init__(self, harness: TcpHarness) -> None:
-        assert harness.address is not None
-        self._harness = harness
-        self.socket = socket.create_connection(parse_address(harness.address))
-        self.socket.setblocking(False)
-
-    def greet(self, secret: bytes = SECRET) -> Client:
-        """Prove to know the secret."""
-        greeting = SenderGreeting(secret)
-        self.send(greeting.feed(self.receive(HELLO_BYTES)))
-        greeting.feed(self.receive(VERDICT_BYTES))
-        assert greeting.done
-        return self
-
-    def send(self, data: bytes) -> None:
-        while data:
-            try:
-                data = data[self.socket.send(data) :]
-            except BlockingIOError:
-                pass
-            self._harness.destination.poll(0.0)
-
-    def receive(self, num_bytes: int) -> bytes:
-        """Up to `num_bytes`; fewer when the receiver closes the connection."""
-        data = b""
-        deadline = time.monotonic() + LIMIT_S
-        while len(data) < num_bytes:
-            assert time.monotonic() < deadline, "the receiver neither answered nor closed"
-            self._harness.destination.poll(0.005)
-            try:
-                piece = self.socket.recv(num_bytes - len(data))
-            except BlockingIOError:
-                continue
-            except ConnectionResetError:
-                return data
-            if not piece:
-                return data
-            data += piece
-        return data
-
-    def reply(self) -> CopyReply:
-        return decode_reply(self.receive(decode_length(self.receive(LENGTH_BYTES))))
-
-    def is_closed(self) -> bool:
-        return self.receive(1) == b""
-
-
 @pytest.fixture
-def client(harness: TcpHarness) -> Iterator[Client]:
-    client = Client(harness).greet()
+def client(harness: TcpHarness) -> Iterator[TcpClient]:
+    client = TcpClient(harness).greet()
     yield client
     client.socket.close()
 
@@ -431,7 +372,7 @@ def header_for(pool: PoolRef, pages: tuple[int, ...], handoff_id: str = "h-1") -
 
 
 def test_a_copy_that_comes_byte_by_byte_is_written_and_confirmed(
-    harness: TcpHarness, client: Client
+    harness: TcpHarness, client: TcpClient
 ) -> None:
     destination = harness.add_pool("destination")
     pages = os.urandom(2 * LAYOUT.page_bytes)
@@ -444,7 +385,7 @@ def test_a_copy_that_comes_byte_by_byte_is_written_and_confirmed(
 
 
 def test_a_refused_copy_is_read_to_its_end_and_the_next_one_is_served(
-    harness: TcpHarness, client: Client
+    harness: TcpHarness, client: TcpClient
 ) -> None:
     destination = harness.add_pool("destination")
     before = bytes(harness.memory(destination))
@@ -471,11 +412,11 @@ def test_who_connects_while_the_receiver_stops_is_told_so_and_strangers_are_not_
 ) -> None:
     destination = harness.add_pool("destination")
     harness.destination.stop_accepting()
-    client = Client(harness)
+    client = TcpClient(harness)
     assert len(client.receive(HELLO_BYTES - 1)) == HELLO_BYTES - 1
     assert harness.destination.num_incoming == 0
     client.socket.close()
-    client = Client(harness).greet()
+    client = TcpClient(harness).greet()
     assert harness.destination.num_incoming == 0
     client.send(header_for(destination, (0,)))
     assert harness.destination.num_incoming == 1
@@ -509,7 +450,7 @@ def test_who_connects_while_the_receiver_stops_is_told_so_and_strangers_are_not_
     ],
 )
 def test_a_peer_that_speaks_something_else_is_disconnected(
-    harness: TcpHarness, client: Client, opening: bytes
+    harness: TcpHarness, client: TcpClient, opening: bytes
 ) -> None:
     destination = harness.add_pool("destination")
     before = bytes(harness.memory(destination))
@@ -523,7 +464,7 @@ def test_a_sender_that_stalls_in_a_copy_is_disconnected_an_idle_one_is_not(
 ) -> None:
     harness = TcpHarness(tmp_path, copy_timeout_s=0.2)
     destination = harness.add_pool("destination")
-    stalled, idle = Client(harness).greet(), Client(harness).greet()
+    stalled, idle = TcpClient(harness).greet(), TcpClient(harness).greet()
     stalled.send(header_for(destination, (0,)) + b"x")
     assert stalled.is_closed()
     page = os.urandom(LAYOUT.page_bytes)
@@ -539,8 +480,8 @@ def test_connections_beyond_the_limit_are_refused(
 ) -> None:
     monkeypatch.setattr(tcp, "MAX_RECEIVERS", 1)
     destination = harness.add_pool("destination")
-    first = Client(harness).greet()
-    second = Client(harness)
+    first = TcpClient(harness).greet()
+    second = TcpClient(harness)
     assert second.is_closed()
     page = os.urandom(LAYOUT.page_bytes)
     first.send(header_for(destination, (1,)) + page)
@@ -570,3 +511,84 @@ def test_any_bytes_are_a_frame_or_a_frame_error(data: bytes) -> None:
 )
 def test_addresses_are_host_and_port(text: str, parsed: tuple[str, int]) -> None:
     assert parse_address(text) == parsed
+
+
+# -- whatever comes -------------------------------------------------------------------------------
+
+
+def frame_around(body: bytes) -> bytes:
+    """A frame of the right length, whatever is in it."""
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+NUMBERS = st.sampled_from([-(2**63), -1, 0, 1, 7, 2**31, 2**63 - 1])
+HEADERS = st.builds(
+    CopyHeader,
+    handoff_id=st.text(max_size=20),
+    index=NUMBERS,
+    pool=st.builds(
+        PoolRef,
+        owner=st.sampled_from(["destination", "source", ""]) | st.text(max_size=9),
+        incarnation=st.sampled_from(["1", "2"]) | st.text(max_size=9),
+    ),
+    layout=st.just(LAYOUT)
+    | st.builds(
+        KvLayout,
+        num_layers=st.sampled_from([1, 10**9]),
+        num_kv_heads=st.sampled_from([1, 10**9]),
+        head_dim=st.sampled_from([1, 4, 10**9]),
+        page_size=st.sampled_from([1, 4, 10**9]),
+        dtype=st.sampled_from(["float32", "bfloat16"]),
+    ),
+    # None of them exists: what names pages that do, from who knows the secret, is a copy.
+    pages=st.lists(st.sampled_from([-1, NUM_PAGES, 2**31, 2**62]), max_size=4).map(tuple),
+)
+SAID = st.lists(
+    st.binary(min_size=1, max_size=300)
+    | HEADERS.map(encode_frame)
+    | st.tuples(HEADERS.map(encode_frame), st.integers(1, 40)).map(lambda cut: cut[0][: cut[1]])
+    | st.integers(0, 2**32 - 1).map(lambda length: length.to_bytes(LENGTH_BYTES, "big")),
+    min_size=1,
+    max_size=6,
+)
+MANY = settings(
+    max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@MANY
+@given(said=SAID, knows=st.booleans())
+def test_whatever_a_sender_says_nothing_is_written_and_others_are_served(
+    harness: TcpHarness, said: list[bytes], knows: bool
+) -> None:
+    source = harness.add_pool("source")
+    destination = harness.add_pool("destination")
+    before = bytes(harness.memory(destination))
+    client = TcpClient(harness)
+    try:
+        if knows:
+            client.greet()
+        for data in said:
+            client.send(data)
+    except ConnectionError:
+        pass  # the receiver has had enough
+    assert harness.memory(destination) == before
+    client.socket.close()
+    ends = Ends(harness)
+    ends.copy(source, [3], destination, [5])
+    assert isinstance(ends.next_event(), Copied)
+    assert harness.receiver.num_incoming == 0
+
+
+@MANY
+@given(answer=st.binary(max_size=60).map(frame_around))
+def test_whatever_a_receiver_answers_the_copy_ends_once_and_others_are_served(
+    harness: TcpHarness, answer: bytes
+) -> None:
+    event = failure_of(serve_once(harness, lambda _header, _pages: answer))
+    assert event.reason in {Reason.PROTOCOL_ERROR, Reason.PEER_LOST}
+    harness.address = harness.receiver.address
+    source, destination = harness.add_pool("source"), harness.add_pool("destination")
+    ends = Ends(harness)
+    ends.copy(source, [3], destination, [5], handoff_id="h-2")
+    assert isinstance(ends.next_event(), Copied)
