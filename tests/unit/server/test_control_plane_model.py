@@ -211,6 +211,9 @@ class ControlPlane(RuleBasedStateMachine):
         self._bring_back()
 
     def _bring_back(self) -> None:
+        for instance, worker in self.server.schedulers().items():
+            if worker.draining and len(worker.legs) == 0:
+                self.server.kill(instance, noticed=True)
         for instance in sorted(self.server.post.down):
             self.server.start(instance)
         self.server.post.release_held()
@@ -244,6 +247,8 @@ class ControlPlane(RuleBasedStateMachine):
             server.turn(ms=50.0)
         server.run(until=lambda: not server.what_is_open(), limit_s=LONG_S, turn_ms=50.0)
         server.check()
+        self._bring_back()  # who was told to stop has ended meanwhile
+        server.run(until=lambda: not server.what_is_open(), limit_s=LONG_S, turn_ms=50.0)
         for client in server.clients:
             event(f"a request ended with {client.ending}")
         probe = server.ask([9, 8, 7, 6, 5], 6, stream=True)
