@@ -171,9 +171,8 @@ async def test_metrics_count_what_happened(tmp_path: Path) -> None:
         f'gen_ai_server_time_to_first_token_seconds_count{{{stream},streamed="true"}} 1.0',
         f"gen_ai_server_time_per_output_token_seconds_count{{{stream}}} 1.0",
         f"pd_inter_token_gap_seconds_count{{{stream}}} 5.0",
-        'pd_requests_total{gen_ai_operation_name="chat",outcome="completed",reason=""} 1.0',
-        'pd_requests_total{gen_ai_operation_name="text_completion",outcome="rejected",'
-        'reason="invalid_request"} 1.0',
+        f'pd_requests_total{{{chat},outcome="completed",reason=""}} 1.0',
+        f'pd_requests_total{{{stream},outcome="rejected",reason="invalid_request"}} 1.0',
         'pd_tokens_total{type="output"} 12.0',
         'pd_gateway_stage_seconds_count{stage="gateway.dispatch"} 2.0',
         "pd_requests_in_flight 0.0",
