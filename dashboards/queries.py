@@ -1,4 +1,4 @@
-"""PromQL pieces: one function for each shape. Owns how a shape is written, so that it is right once.
+"""PromQL pieces: one function for each shape, so that it is written right once.
 
 Knows nothing of panels and alerts. A window is `RATE` in a panel and a fixed duration in a rule.
 """

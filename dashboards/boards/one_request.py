@@ -32,8 +32,8 @@ def _trace() -> Panel:
         "Trace",
         "Every span of the request, of all processes. The root's tags pd.stall.stage and "
         "pd.stall.duration are the verdict; pd.wait.* of a stage say what it waited for.",
-        "requests in flight, which have no trace yet (`pdtrace why --in-flight`), and the request's "
-        "usual times: `pdtrace why TRACE_ID` compares. Model, role and worker do not apply. An "
+        "requests in flight, which have no trace yet (`pdtrace why --in-flight`), and usual times, "
+        "which `pdtrace why TRACE_ID` compares. Model, role and worker do not apply. An "
         "error here means that no trace id was given.",
         trace(f"${v.TRACE}"),
     )

@@ -73,7 +73,7 @@ def _alive() -> tuple[Panel, ...]:
             "whether Jaeger receives traces: see requests by dominant stage out of span metrics.",
             SHORT,
             Query(expr=f"min({queries.series(names.UP, JOBS)})", legend="telemetry"),
-            ((None, colours.BAD), (1, colours.GOOD)),
+            steps=((None, colours.BAD), (1, colours.GOOD)),
             texts={"0": ("a target is down", colours.BAD), "1": ("alive", colours.GOOD)},
             no_value="no telemetry",
         ),
@@ -83,7 +83,7 @@ def _alive() -> tuple[Panel, ...]:
             "delays of the collector and of Jaeger behind the agent.",
             SECONDS,
             Query(expr=queries.highest(names.AGENT_LAG), legend="lag"),
-            ((None, colours.GOOD), (2, colours.WARN), (5, colours.BAD)),
+            steps=((None, colours.GOOD), (2, colours.WARN), (5, colours.BAD)),
             calc="max",
         ),
         number(
@@ -92,7 +92,7 @@ def _alive() -> tuple[Panel, ...]:
             "what a collector behind the agents lost, and records overwritten in the rings.",
             SHORT,
             Query(expr=lost, legend="lost", instant=True),
-            ((None, colours.GOOD), (1, colours.BAD)),
+            steps=((None, colours.GOOD), (1, colours.BAD)),
         ),
         number(
             "Incomplete requests",
@@ -101,7 +101,7 @@ def _alive() -> tuple[Panel, ...]:
             "requests whose loss nobody noticed; not a number while no request finishes.",
             PERCENT,
             Query(expr=incomplete, legend="incomplete", instant=True),
-            ((None, colours.GOOD), (0.001, colours.WARN), (0.01, colours.BAD)),
+            steps=((None, colours.GOOD), (0.001, colours.WARN), (0.01, colours.BAD)),
         ),
         number(
             "Processes ready",
@@ -109,7 +109,7 @@ def _alive() -> tuple[Panel, ...]:
             "the agents themselves. Model does not apply.",
             SHORT,
             Query(expr=ready, legend="ready"),
-            ((None, colours.BAD), (1, colours.GOOD)),
+            steps=((None, colours.BAD), (1, colours.GOOD)),
             links=pieces.to(("Transfer and workers", links.WORKERS)),
         ),
         number(
@@ -119,17 +119,22 @@ def _alive() -> tuple[Panel, ...]:
             "it reads none for ever.",
             SHORT,
             Query(expr=f"count({firing})", legend="firing"),
-            ((None, colours.GOOD), (1, colours.BAD)),
+            steps=((None, colours.GOOD), (1, colours.BAD)),
             no_value="none",
         ),
     )
 
 
 def _processes() -> Panel:
+    in_state = (
+        queries.series(
+            names.PROCESS_STATE, queries.equal("state", state.value), v.BY_ROLE, v.BY_WORKER
+        )
+        for state in ProcessState
+    )
     state = " + ".join(
-        f"{index} * max by (role, instance) "
-        f"({queries.series(names.PROCESS_STATE, queries.equal('state', name.value), v.BY_ROLE, v.BY_WORKER)})"
-        for index, name in enumerate(ProcessState, start=1)
+        f"{index} * {queries.highest(one, ('role', 'instance'))}"
+        for index, one in enumerate(in_state, start=1)
     )
     texts = {
         str(index): (name.value, colours.STATES[name.value])
@@ -171,17 +176,18 @@ def _users(slo: Slo) -> tuple[Panel, ...]:
                 legend="errors",
                 instant=True,
             ),
-            (
+            steps=(
                 (None, colours.GOOD),
-                (1 - slo.error_objective, colours.WARN),
-                (10 * (1 - slo.error_objective), colours.BAD),
+                (round(1 - slo.error_objective, 9), colours.WARN),
+                (round(10 * (1 - slo.error_objective), 9), colours.BAD),
             ),
             width=4,
             height=8,
         ),
         lines(
             "Request duration",
-            "First request byte to last byte written, of completed requests. Points lead to traces.",
+            "First request byte to last byte written, of completed requests. Points lead to "
+            "traces.",
             "requests that did not complete or are still in flight. Model, role and worker do not "
             "apply; quantiles are of all requests together and do not add up.",
             SECONDS,
@@ -235,10 +241,15 @@ def _users(slo: Slo) -> tuple[Panel, ...]:
     )
 
 
+def _missed(objective: rec.Objective, window: str) -> str:
+    slo = queries.equal("slo", objective.key)
+    return queries.series(rec.error_ratio(window), slo, v.BY_MODEL)
+
+
 def _budget(slo: Slo) -> tuple[Panel, ...]:
     return tuple(
         lines(
-            f"Budget burn: {objective.title}",
+            rec.burn_panel(objective),
             f"{objective.promise} Burn 1 uses up the budget of 30 days in 30 days; alerts page at "
             "14.4 and 6 (docs/dashboards.md).",
             "what is left of the budget. Empty without the recording rules, and while nothing is "
@@ -246,8 +257,7 @@ def _budget(slo: Slo) -> tuple[Panel, ...]:
             SHORT,
             *(
                 Query(
-                    expr=f"{queries.series(rec.error_ratio(window), queries.equal('slo', objective.key), v.BY_MODEL)}"
-                    f" / {objective.budget:g}",
+                    expr=f"{_missed(objective, window)} / {objective.budget:g}",
                     legend=f"{{{{{names.MODEL}}}}} {window}",
                 )
                 for window in ("1h", "6h")

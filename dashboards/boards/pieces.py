@@ -90,7 +90,7 @@ def oldest_by_worker(title: str, slo: Slo, *, width: int = 12, height: int = 8) 
         f"In {GENERATE} long answers are old without harm (limit {slo.oldest_generate_s:g} s).",
         SECONDS,
         Query(expr=f"{oldest} > 0", legend="{{stage}} · {{instance}}"),
-        latency_steps(slo.oldest_s),
+        steps=latency_steps(slo.oldest_s),
         links=(links.worker(), links.slow_in_this_stage()),
         width=width,
         height=height,

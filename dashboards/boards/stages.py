@@ -69,7 +69,7 @@ def _now(slo: Slo) -> tuple[Panel, ...]:
             "which they are: `pdtrace top` and `pdtrace why --in-flight` name them.",
             SHORT,
             Query(expr=queries.total(names.OPEN_STUCK), legend="stuck"),
-            ((None, colours.GOOD), (1, colours.BAD)),
+            steps=((None, colours.GOOD), (1, colours.BAD)),
             calc="max",
             width=6,
             height=8,
@@ -111,7 +111,7 @@ def _parts() -> tuple[Panel, ...]:
                 legend="{{stage}}",
                 instant=True,
             ),
-            ((None, colours.CALM),),
+            steps=((None, colours.CALM),),
             highest=1.0,
             links=(links.slow_in_this_stage(),),
             width=8,
@@ -144,6 +144,7 @@ def _one_stage(stage: Stage, slo: Slo) -> Panel:
 def _waits() -> tuple[Panel, ...]:
     waits = ("gateway.queue", "decode.reserve", "prefill.queue", "transfer.queue", "decode.queue")
     of_waits = queries.any_of("stage", waits)
+    stuck = queries.series(names.STUCK, v.BY_WORKER)
     return (
         lines(
             "Waits by worker",
@@ -199,7 +200,7 @@ def _waits() -> tuple[Panel, ...]:
             "role do not apply.",
             SHORT,
             Query(
-                expr=f"{queries.number(queries.series(names.STUCK, v.BY_WORKER), ('stage', 'instance'), queries.RATE)} > 0",
+                expr=f"{queries.number(stuck, ('stage', 'instance'), queries.RATE)} > 0",
                 legend="{{stage}} · {{instance}}",
             ),
             bars=True,

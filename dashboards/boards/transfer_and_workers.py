@@ -57,7 +57,7 @@ def _moving() -> tuple[Panel, ...]:
                 expr=queries.highest(_of_workers(names.PROGRESS_AGE), ("role", "instance")),
                 legend="{{instance}}",
             ),
-            ((None, colours.GOOD), (2, colours.WARN), (10, colours.BAD)),
+            steps=((None, colours.GOOD), (2, colours.WARN), (10, colours.BAD)),
             links=(links.worker(links.STAGES),),
             width=8,
         ),
@@ -89,13 +89,17 @@ def _moving() -> tuple[Panel, ...]:
 
 
 def _busy() -> tuple[Panel, ...]:
+    numbers = {
+        "waiting": names.WAITING,
+        "reserving": names.RESERVING,
+        "transferring": names.TRANSFERRING,
+        "copy jobs": names.COPY_JOBS,
+    }
     queues = " or ".join(
-        f'label_replace({queries.total(_of_workers(metric), ("instance",))}, "queue", "{name}", "", "")'
-        for metric, name in (
-            (names.WAITING, "waiting"),
-            (names.RESERVING, "reserving"),
-            (names.TRANSFERRING, "transferring"),
-            (names.COPY_JOBS, "copy jobs"),
+        f'label_replace({total}, "queue", "{queue}", "", "")'
+        for queue, total in (
+            (queue, queries.total(_of_workers(metric), ("instance",)))
+            for queue, metric in numbers.items()
         )
     )
     return (

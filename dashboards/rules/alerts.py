@@ -114,9 +114,6 @@ def alerts(slo: Slo, timing: Timing = NOMINAL) -> tuple[Alert, ...]:
 # -- users -----------------------------------------------------------------------------------------
 
 _BURN_NAMES = {"ttft": "PDTtft", "token_gap": "PDTokenGap", "errors": "PDError"}
-_BURN_PANELS = {
-    objective.key: f"Budget burn: {objective.title}" for objective in rec.objectives(Slo())
-}
 _MODEL = f"{{{{ $labels.{names.MODEL} }}}}"
 
 
@@ -140,7 +137,7 @@ def _burns(slo: Slo, timing: Timing) -> list[Alert]:
                     description=f"{objective.promise} What misses it does so at "
                     f"{worst:g} times the rate that the budget allows, or nearly so for longer.",
                     board=links.OVERVIEW,
-                    panel=_BURN_PANELS[objective.key],
+                    panel=rec.burn_panel(objective),
                     chosen=((v.MODEL, _MODEL),),
                 )
             )
@@ -168,10 +165,8 @@ def _above_baseline(mean: str, baseline: str) -> str:
 def _enough(histogram: str, by: tuple[str, ...], timing: Timing) -> str:
     count = f"{histogram}_count"
     recent = queries.number(count, by, timing.window(rec.RECENT))
-    before = queries.total(
-        f"increase({count}[{timing.window(rec.BASELINE)}] offset {timing.window(rec.BASELINE_AGE)})",
-        by,
-    )
+    baseline, age = timing.window(rec.BASELINE), timing.window(rec.BASELINE_AGE)
+    before = queries.total(f"increase({count}[{baseline}] offset {age})", by)
     return (
         f"  and on ({', '.join(by)}) {recent} >= {LEAST_RECENT}\n"
         f"  and on ({', '.join(by)}) {before} >= {LEAST_BEFORE}"
@@ -317,9 +312,8 @@ def _balance(timing: Timing) -> Alert:
     window = timing.window("5m")
 
     def each(stages: tuple[str, ...], role: Role) -> str:
-        waiting = queries.total(
-            f"avg_over_time({queries.series(names.OPEN, queries.any_of('stage', stages))}[{window}])"
-        )
+        queued = queries.series(names.OPEN, queries.any_of("stage", stages))
+        waiting = queries.total(f"avg_over_time({queued}[{window}])")
         alive = queries.series(
             names.PROCESS_STATE,
             queries.equal("role", role.value),
@@ -404,10 +398,8 @@ def _telemetry(timing: Timing) -> tuple[Alert, ...]:
     def job(name: str) -> str:
         return queries.series(names.UP, queries.equal("job", name))
 
-    by_job = "\nor\n".join(
-        f"{job(name)} == 0\nor\nabsent({job(name)})"
-        for name in (names.AGENT_JOB, names.GATEWAY_JOB)
-    )
+    jobs = (job(name) for name in (names.AGENT_JOB, names.GATEWAY_JOB))
+    by_job = "\nor\n".join(f"{up} == 0\nor\nabsent({up})" for up in jobs)
     window = timing.window("10m")
     finished = queries.number(names.FINISHED, (), window)
     root_calls = queries.series(names.SPAN_CALLS, *names.ROOT)

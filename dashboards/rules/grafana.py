@@ -13,9 +13,10 @@ from dashboards.rules.alerts import Alert
 from dashboards.rules.yaml_text import document
 
 HEADER = """\
-Grafana-managed alert rules of pdtrace, for provisioning/alerting. Generated: change dashboards/rules
-and run make fix. They need the recording rules of prometheus/pdtrace.rules.yml in the data source
-with the uid prometheus. Use these or the Prometheus alerts, not both: each would notify.
+Grafana-managed alert rules of pdtrace, for provisioning/alerting. Generated: change
+dashboards/rules and run make fix. They need the recording rules of
+prometheus/pdtrace.rules.yml in the data source with the uid prometheus. Use these or the Prometheus
+alerts, not both: each would notify.
 """
 
 _LOOK_BACK_S = 600

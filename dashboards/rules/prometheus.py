@@ -21,7 +21,7 @@ def rule_file(
     timing: Timing = NOMINAL,
 ) -> str:
     """The file's text."""
-    groups = [
+    groups: list[dict[str, object]] = [
         {
             "name": group,
             "interval": timing.hold(timing.interval) if timing.scale < 1 else timing.interval,

@@ -22,7 +22,7 @@ BASELINE_AGE = "10m"
 """How far a baseline keeps from now, so that what is being judged is not in it."""
 
 STEADY_STAGES = tuple(stage.name for stage in STAGES if stage.scale is Scale.CONSTANT)
-"""Stages whose healthy time does not grow with tokens: their mean can be held against yesterday's."""
+"""Stages whose healthy time does not grow with tokens: it can be held against a former one."""
 
 PAIR_STAGES = ("hop.publish", "transfer", "hop.notice")
 """Chain stages that depend on both workers of a pair."""
@@ -101,6 +101,11 @@ def objectives(slo: Slo) -> tuple[Objective, ...]:
             budget=round(1 - slo.error_objective, 9),
         ),
     )
+
+
+def burn_panel(objective: Objective) -> str:
+    """Title of the panel that shows it."""
+    return f"Budget burn: {objective.title}"
 
 
 def error_ratio(window: str) -> str:

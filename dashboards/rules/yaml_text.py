@@ -10,7 +10,7 @@ import yaml
 class _Dumper(yaml.SafeDumper):
     """Writes text of several lines as a block."""
 
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - no anchors, ever
+    def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
