@@ -195,7 +195,7 @@ def _full() -> tuple[Panel, ...]:
         lines(
             "KV pages of all chosen workers",
             "Pages by state. They add up to the pools, so they are stacked.",
-            "pages held back from reuse, which are among the used. Model does not apply.",
+            "pages held back from reuse, which are in no state. Model does not apply.",
             SHORT,
             Query(expr=queries.total(_of_workers(names.KV_PAGES), states), legend="{{state}}"),
             colours=colours.KV,

@@ -368,22 +368,20 @@ def _transfers(timing: Timing) -> Alert:
 def _leaks(timing: Timing) -> Alert:
     window = timing.window("10m")
     owner = ("role", "instance")
-    taken = queries.series(names.KV_PAGES, queries.any_of("state", ("used", "reserved")))
-    held = queries.highest(f"min_over_time({taken}[{window}])", owner)
     kept_back = queries.highest(f"min_over_time({names.KV_HELD}[{window}])", owner)
     idle = queries.highest(f"max_over_time({names.IN_FLIGHT}[{window}])", owner)
-    accounted = queries.total(names.KV_PAGES, owner)
+    accounted = queries.total(f"{names.KV_PAGES} or {names.KV_HELD}", owner)
     capacity = queries.highest(names.KV_CAPACITY, owner)
     return Alert(
         name="PDKvLeaking",
-        expr=f"((({held} > 0) or ({kept_back} > 0)) and {idle} == 0)\nor\n"
-        f"(min_over_time(({capacity} - {accounted})[{window}:]) > 0)",
+        expr=f"min_over_time(({capacity} - {accounted})[{window}:]) > 0\nor\n"
+        f"({kept_back} > 0 and {idle} == 0)",
         severity=Severity.TICKET,
         hold=timing.hold("2m"),
         keep=timing.hold("0s"),
         summary="{{ $labels.instance }} keeps KV pages that no request holds",
-        description="It has held no request for 10m and pages are still used, reserved or held "
-        "back; or for 10m some of its pages were in no state at all.",
+        description="For 10m some of its pages were neither free nor used, reserved, cached or "
+        "held back; or it held no request for 10m and pages were still held back.",
         board=links.WORKERS,
         panel="KV pages held back",
         worker="{{ $labels.instance }}",
