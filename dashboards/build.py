@@ -20,6 +20,7 @@ from dashboards.rules import grafana, prometheus
 from dashboards.rules.alerts import alerts
 from dashboards.rules.recordings import recordings
 from dashboards.sdk import Board, Json, board_json
+from pdtrace.agent.buckets import DURATION_EDGES_S, SLO_VARIABLE, edge_of
 from pdtrace.errors import PdtraceError
 from pdtrace.inflight import ProcessState
 from pdtrace.slo import DEFAULT_SLO, Slo, read_slo
@@ -109,9 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             target.write_text(wanted[path])
         elif given.out == GENERATED:
             target.unlink()  # no longer made; in anybody's folder other files may lie beside
-    if slo.off_the_ladder_s:
-        edges = ",".join(f"{threshold:g}" for threshold in slo.off_the_ladder_s)
-        print(f"set PDTRACE_SLO_SECONDS={edges} for the server and the agents", file=sys.stderr)
+    missing = [t for t in slo.thresholds_s if edge_of(float(t)) not in DURATION_EDGES_S]
+    if missing:
+        edges = ",".join(f"{threshold:g}" for threshold in missing)
+        print(f"set {SLO_VARIABLE}={edges} for the server and the agents", file=sys.stderr)
     return 0
 
 

@@ -16,19 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grafana_foundation_sdk.models import units
-
 from dashboards import promql
 from dashboards.promql import PromqlError
+from dashboards.sdk import COLUMNS, NOT_SHOWN, UNITS
 
 Json = Mapping[str, Any]
 
-COLUMNS = 24
-NOT_SHOWN = "Not shown: "
 _VALUE_PANELS = frozenset({"timeseries", "stat", "gauge", "bargauge", "heatmap", "state-timeline"})
-_UNITS = frozenset(
-    value for name, value in vars(units).items() if name[:1].isupper() and isinstance(value, str)
-)
 _BUILT_IN = re.compile(r"__\w+")
 _VARIABLE = re.compile(r"\$\{(\w+)[^}]*\}|\$(\w+)")
 _STAND_IN = "5m"
@@ -172,7 +166,7 @@ def _of_fields(panel: Json) -> Found:
     if panel["type"] in _VALUE_PANELS:
         if not unit:
             yield "panel-units", "no unit"
-        elif unit not in _UNITS:
+        elif unit not in UNITS:
             yield "panel-units", f"{unit!r} is no unit of Grafana"
     steps = defaults.get("thresholds", {}).get("steps", ())
     if [step.get("value") for step in steps] == [None, 80]:

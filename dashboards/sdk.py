@@ -44,6 +44,11 @@ BYTES, BYTES_S, SHORT, OPS_S = (
 TOKENS_S = units.CountsPerSecond
 NO_UNIT = units.NoUnit
 
+UNITS = frozenset(
+    value for name, value in vars(units).items() if name[:1].isupper() and isinstance(value, str)
+)
+"""Every unit that Grafana knows."""
+
 PROMETHEUS = common.DataSourceRef(type_val="prometheus", uid="${prometheus}")
 JAEGER = common.DataSourceRef(type_val="jaeger", uid="${jaeger}")
 

@@ -78,7 +78,7 @@ def targets(boards: Mapping[str, Json]) -> Iterator[Target]:
                 )
 
 
-def annotations(boards: Mapping[str, Json]) -> Iterator[tuple[str, str, str]]:
+def annotation_queries(boards: Mapping[str, Json]) -> Iterator[tuple[str, str, str]]:
     """Board, name and PromQL of each annotation."""
     for uid, board in boards.items():
         for annotation in board["annotations"]["list"]:

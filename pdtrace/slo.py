@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-from pdtrace.agent.buckets import DURATION_EDGES_S, edge_of
 from pdtrace.errors import PdtraceError
 
 
@@ -53,12 +52,6 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def thresholds_s(self) -> tuple[float, float]:
         """What has to be an edge of the histograms, so that nothing is guessed between two."""
         return (self.ttft_s, self.token_gap_s)
-
-    @property
-    def off_the_ladder_s(self) -> tuple[float, ...]:
-        """Thresholds that server and agent have no edge for, unless `PDTRACE_SLO_SECONDS` names
-        them."""
-        return tuple(t for t in self.thresholds_s if edge_of(float(t)) not in DURATION_EDGES_S)
 
 
 DEFAULT_SLO = Slo()

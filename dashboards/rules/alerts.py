@@ -245,11 +245,11 @@ def _oldest(slo: Slo, timing: Timing) -> Alert:
             f"or {queries.series(metric, generate)} > {slo.oldest_generate_s:g}"
         )
 
+    blamed = f'label_replace({too_old(on_worker)}, "worker", "$1", "instance", "(.+)")'
     return Alert(
         name="PDOldestRequestTooOld",
         # Where no worker is known to have to end the stage, by stage alone.
-        expr=f"({too_old(on_worker)})\nor\n(({too_old(anywhere)})\n"
-        f"  unless on (stage) ({too_old(on_worker)}))",
+        expr=f"{blamed}\nor\n(({too_old(anywhere)})\n  unless on (stage) ({too_old(on_worker)}))",
         severity=Severity.PAGE,
         hold=timing.hold("1m"),
         keep=timing.hold("1m"),
@@ -259,7 +259,6 @@ def _oldest(slo: Slo, timing: Timing) -> Alert:
         board=links.STAGES,
         panel="Oldest open request by stage and worker",
         stage="{{ $labels.stage }}",
-        worker="{{ $labels.instance }}",
     )
 
 
