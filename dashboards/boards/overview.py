@@ -56,9 +56,12 @@ def board(slo: Slo) -> Board:
 
 
 def _alive() -> tuple[Panel, ...]:
-    lost = " + ".join(
-        queries.total(f"increase({metric}[{queries.RANGE}])")
-        for metric in (names.AGENT_DROPPED, names.AGENT_LINES_LOST)
+    # An agent without an exporter has no spans to drop, one without --out no lines to lose.
+    lost = queries.total(
+        " or ".join(
+            f"increase({metric}[{queries.RANGE}])"
+            for metric in (names.AGENT_DROPPED, names.AGENT_LINES_LOST)
+        )
     )
     incomplete = queries.share(names.AGENT_INCOMPLETE, names.AGENT_REQUESTS, window=queries.RANGE)
     ready = queries.total(queries.series(names.PROCESS_READY, v.BY_ROLE, v.BY_WORKER))

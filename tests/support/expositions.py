@@ -10,6 +10,7 @@ from pdtrace.agent.metrics import AgentMetrics, AgentNumbers, Exposition
 from pdtrace.agent.summary import AgentSummary
 from pdtrace.assembly.collected import CollectedRequest
 from pdtrace.assembly.request_spans import assemble
+from pdtrace.export.queue import DropReason
 from pdtrace.inflight import Look, ProcessNow, ProcessState
 from pdtrace.ring.records import StepRecord
 from pdtrace.stages import Gauge, Outcome, Role, StepKind
@@ -44,6 +45,7 @@ def agent_samples(metrics: AgentMetrics, *, finished: int = 0) -> list[Sample]:
     look = Look(at_ns=1, processes=tuple(map(_process, PROCESSES)))
     numbers = AgentNumbers(
         summary=AgentSummary(requests=finished, export=dict.fromkeys(_EXPORT, 0)),
+        dropped={reason.value: 0 for reason in DropReason},
         lag_s=0.05,
         poll_age_s=0.05,
     )
