@@ -402,6 +402,7 @@ def _telemetry(timing: Timing) -> tuple[Alert, ...]:
     root_calls = queries.series(names.SPAN_CALLS, *names.ROOT)
     dropped = queries.number(names.AGENT_DROPPED, ("instance", "reason"), window)
     unwritten = queries.number(names.AGENT_LINES_LOST, ("instance",), window)
+    faults = queries.number(names.AGENT_ERRORS, ("instance",), window)
     missed = queries.number(
         queries.series(names.AGENT_RECORDS, queries.any_of("what", ("missed", "torn"))),
         ("instance", "what"),
@@ -438,13 +439,13 @@ def _telemetry(timing: Timing) -> tuple[Alert, ...]:
         ),
         Alert(
             name="PDSpansLost",
-            expr=f"{dropped} > 0\nor\n{unwritten} > 0\nor\n{missed} > 0",
+            expr="\nor\n".join(f"{lost} > 0" for lost in (dropped, unwritten, missed, faults)),
             severity=Severity.TICKET,
             hold=timing.hold("0s"),
             keep=timing.hold("5m"),
             summary="The agent {{ $labels.instance }} loses spans or records",
-            description="Within 10m spans were dropped, requests could not be written, or records "
-            "were overwritten before they were read.",
+            description="Within 10m spans were dropped, requests could not be written, records "
+            "were overwritten before they were read, or a fault of the agent cost some.",
             board=links.OVERVIEW,
             panel="Spans lost",
         ),
