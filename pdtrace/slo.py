@@ -17,6 +17,8 @@ from pdtrace.errors import PdtraceError
 class SloError(PdtraceError):
     """A setting is out of range, or its file cannot be read; the message names it."""
 
+    code = "bad_slo"
+
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is promised. Seconds; objectives are shares of what is counted, between 0 and 1.
