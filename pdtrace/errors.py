@@ -9,8 +9,8 @@
     ├── RecordError             bad_record          a mark, value or call that cannot be recorded
     ├── SourceError             source_error        traces that cannot be read for analysis
     ├── LiveError               live_error          what is in flight cannot be known
-    ├── SloError            bad_slo             objectives that cannot be used
-    └── ShippedError        shipped_error       files that come with pdtrace are not there or in the way
+    ├── SloError                bad_slo             objectives that cannot be used
+    └── ShippedError            shipped_error       files that come with pdtrace: absent, or in the way
 
 Recording calls (`RequestTrace.mark` and friends) raise none of these while serving: the recorder's
 guard counts them. `Recorder.open` and the readers raise.
