@@ -52,7 +52,7 @@ def test_page_says_what_it_means_where_to_look_why_and_what_to_do(alert: Alert) 
 def test_page_names_panels_that_exist(alert: Alert) -> None:
     """A capitalised name in backquotes is a panel's title."""
     text = " ".join(page(alert).split())
-    named = {name for name in re.findall(r"`([A-Z][a-z][^`]*)`", text)}
+    named = set(re.findall(r"`([A-Z][a-z][^`]*)`", text))
     assert named <= PANELS
 
 
