@@ -644,7 +644,9 @@ def _legend(*, calculated: bool) -> cb.VizLegendOptions:
         )
         .placement(common.LegendPlacement.RIGHT if calculated else common.LegendPlacement.BOTTOM)
     )
-    return legend.calcs(["lastNotNull", "max"]) if calculated else legend.calcs([])
+    if not calculated:
+        return legend.calcs([])
+    return legend.calcs(["lastNotNull", "max"]).sort_by("Max").sort_desc(True)
 
 
 def _thresholds(steps: Steps) -> d.ThresholdsConfig:

@@ -5,6 +5,7 @@ Owns how Grafana fills in variables, as far as these boards use it; runs nothing
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -104,11 +105,8 @@ def windows(*, range_s: float, step_s: float, scrape_s: float) -> dict[str, str]
     """Grafana's own variables for a range looked at, as its Prometheus data source works them out:
     a rate looks back at least four scrapes, and never less far than the next point."""
     rate_s = max(step_s + scrape_s, 4 * scrape_s)
-    return {
-        "__rate_interval": f"{rate_s:g}s",
-        "__interval": f"{step_s:g}s",
-        "__range": f"{range_s:g}s",
-    }
+    named = {"__rate_interval": rate_s, "__interval": step_s, "__range": range_s}
+    return {name: f"{math.ceil(length_s)}s" for name, length_s in named.items()}
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:

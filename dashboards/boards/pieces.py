@@ -67,7 +67,7 @@ def open_by_stage(title: str, *, width: int = 12, height: int = 8) -> Panel:
         "worker do not apply.",
         SHORT,
         Query(
-            expr=f"{queries.total(names.OPEN, ('stage',))} > 0",
+            expr=queries.total(names.OPEN, ("stage",)),
             legend="{{stage}}",
         ),
         colours=stage_colours(),
@@ -89,7 +89,7 @@ def oldest_by_worker(title: str, slo: Slo, *, width: int = 12, height: int = 8) 
         "stages that no worker is known to have to end, as before a pair is chosen; how many wait. "
         f"In {GENERATE} long answers are old without harm (limit {slo.oldest_generate_s:g} s).",
         SECONDS,
-        Query(expr=f"{oldest} > 0", legend="{{stage}} · {{instance}}"),
+        Query(expr=oldest, legend="{{stage}} · {{instance}}"),
         steps=latency_steps(slo.oldest_s),
         links=(links.worker(), links.slow_in_this_stage()),
         width=width,
@@ -106,7 +106,7 @@ def stalls_by_stage(title: str, *, width: int = 12, height: int = 8) -> Panel:
         "requests that did not stall, and those still in flight. Model, role and worker do not "
         "apply.",
         SHORT,
-        Query(expr=f"{stalls} > 0", legend="{{stage}}"),
+        Query(expr=stalls, legend="{{stage}}"),
         colours=stage_colours(),
         stacked=True,
         bars=True,
@@ -131,7 +131,7 @@ def stalls_in_span_metrics(title: str, *, width: int = 12, height: int = 8) -> P
         "requests that did not stall; requests that were not sampled before span metrics were "
         "made; what is still in flight. Role and worker do not apply.",
         SHORT,
-        Query(expr=f"{grown} > 0", legend=f"{{{{{names.SPAN_STALL_STAGE}}}}}"),
+        Query(expr=grown, legend=f"{{{{{names.SPAN_STALL_STAGE}}}}}"),
         colours=stage_colours(),
         stacked=True,
         bars=True,

@@ -65,7 +65,7 @@ def _stalled() -> tuple[Panel, ...]:
             "apply.",
             SHORT,
             Query(
-                expr=f"{queries.number(calls, pair, queries.RATE)} > 0",
+                expr=queries.number(calls, pair, queries.RATE),
                 legend=f"{{{{{names.SPAN_PREFILL}}}}} → {{{{{names.SPAN_DECODE}}}}}",
             ),
             stacked=True,

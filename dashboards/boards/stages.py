@@ -56,7 +56,7 @@ def _now(slo: Slo) -> tuple[Panel, ...]:
             "is one request that does not move. The red line is the limit.",
             "how many requests wait there. Model, role and worker do not apply.",
             SECONDS,
-            Query(expr=f"{oldest} > 0", legend="{{stage}}"),
+            Query(expr=oldest, legend="{{stage}}"),
             colours=pieces.stage_colours(),
             steps=pieces.limit_line(slo.oldest_s),
             links=(links.slow_in_this_stage(),),
@@ -91,7 +91,7 @@ def _parts() -> tuple[Panel, ...]:
             "outcomes are in it. Model, role and worker do not apply: parts of a part would not "
             "add up.",
             SECONDS,
-            Query(expr=f"{seconds} / scalar({finished}) > 0", legend="{{stage}}"),
+            Query(expr=f"{seconds} / scalar({finished})", legend="{{stage}}"),
             Query(expr=f"{whole} / {finished}", legend=MEAN),
             colours={**pieces.stage_colours(pieces.PARTS), MEAN: "text"},
             stacked=True,
@@ -173,7 +173,7 @@ def _waits() -> tuple[Panel, ...]:
             "not apply.",
             SHORT,
             Query(
-                expr=f"{queries.per_second(f'{names.STAGE_WAIT}_sum', ('stage', 'reason'))} > 0",
+                expr=queries.per_second(f"{names.STAGE_WAIT}_sum", ("stage", "reason")),
                 legend="{{stage}} · {{reason}}",
             ),
             stacked=True,
@@ -186,7 +186,7 @@ def _waits() -> tuple[Panel, ...]:
             "gaps below the threshold, and the client's side. Model, role and worker do not apply.",
             SHORT,
             Query(
-                expr=f"{queries.per_second(f'{names.TOKEN_GAP}_count', ('cause',))} > 0",
+                expr=queries.per_second(f"{names.TOKEN_GAP}_count", ("cause",)),
                 legend="{{cause}}",
             ),
             stacked=True,
@@ -200,7 +200,7 @@ def _waits() -> tuple[Panel, ...]:
             "role do not apply.",
             SHORT,
             Query(
-                expr=f"{queries.number(stuck, ('stage', 'instance'), queries.RATE)} > 0",
+                expr=queries.number(stuck, ("stage", "instance"), queries.RATE),
                 legend="{{stage}} · {{instance}}",
             ),
             bars=True,

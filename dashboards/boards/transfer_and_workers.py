@@ -120,7 +120,7 @@ def _busy() -> tuple[Panel, ...]:
             "KV, and copy jobs in the transfer process. They overlap, so they are not stacked.",
             "the gateway's queue: open requests by stage has it. Model does not apply.",
             SHORT,
-            Query(expr=f"({queues}) > 0", legend="{{instance}} {{queue}}"),
+            Query(expr=queues, legend="{{instance}} {{queue}}"),
             links=(links.worker(links.STAGES),),
             width=8,
         ),

@@ -228,10 +228,11 @@ class AgentMetrics:
             self._ttft.of((streamed,))
         for cause in GapCause:
             self._gap.of((cause.value,))
-        for stage in (*_CHAIN_STAGES, *_PAUSES, UNEXPLAINED):
+        for stage in (*_CHAIN_STAGES, *_PAUSES):
             self._parts.add((stage,), 0)
-        for stage in _CHAIN_STAGES:
             self._stalls.add((stage,), 0)
+        self._parts.add((UNEXPLAINED,), 0)
+        for stage in _CHAIN_STAGES:
             self._stuck.add((stage, UNKNOWN), 0)
 
     # -- observing ---------------------------------------------------------------------------
