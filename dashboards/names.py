@@ -17,7 +17,6 @@ GATEWAY_JOB = "pdtrace-gateway"
 # Agent, live.
 OPEN = "pd_open_requests"
 OPEN_OLDEST = "pd_open_request_oldest_age_seconds"
-OPEN_BY_WORKER = "pd_open_requests_by_worker"
 OPEN_OLDEST_BY_WORKER = "pd_open_request_oldest_age_by_worker_seconds"
 OPEN_STUCK = "pd_open_requests_stuck"
 KV_PAGES = "pd_kv_pages"

@@ -27,7 +27,7 @@ BOARDS = boards()
 WINDOWS = targets.windows(range_s=3600, step_s=15, scrape_s=5)
 VALUES = {**targets.ALL, **WINDOWS, "stage": "transfer"}
 
-OPTIONAL = frozenset({names.OPEN_BY_WORKER, names.OPEN_OLDEST_BY_WORKER})
+OPTIONAL = frozenset({names.OPEN_OLDEST_BY_WORKER})
 """There only while a worker has a request in flight."""
 PROMETHEUS_OWN = {
     names.UP: {"job", "instance"},
