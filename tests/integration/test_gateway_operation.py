@@ -183,6 +183,30 @@ async def test_metrics_count_what_happened(tmp_path: Path) -> None:
     assert "not-a-label" not in text
 
 
+@pytest.mark.case("MET-01")
+async def test_measurements_that_shrink_or_fail_reach_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts below 0, a negative gap and a metric that raises: each is counted as an error."""
+    async with gateway_under_test(tmp_path, decode_script=speak("Hello!", gap_s=0.02)) as g:
+        metrics = g.gateway.metrics
+        tokens, gap = metrics.tokens, metrics.gap
+        monkeypatch.setattr(metrics, "tokens", lambda _: tokens({"output": -3, "input": 5}))
+        monkeypatch.setattr(metrics, "gap", lambda operation, _: gap(operation, -1.0))
+        monkeypatch.setattr(metrics, "stage", lambda *_: metrics.guard(lambda: 1 // 0))
+        answer = await g.complete(stream=True)
+        text = (await g.client.get("/metrics")).text
+    assert answer.status_code == 200
+    assert answer.text.endswith("data: [DONE]\n\n")
+    stream = 'gen_ai_operation_name="text_completion",gen_ai_request_model="fake"'
+    assert 'pd_tokens_total{type="output"} 0.0' in text
+    assert 'pd_tokens_total{type="input"} 5.0' in text
+    assert f"pd_inter_token_gap_seconds_sum{{{stream}}} 0.0" in text
+    assert f'pd_requests_total{{{stream},outcome="completed",reason=""}} 1.0' in text
+    errors = float(re.findall(r"^pd_gateway_metrics_errors_total (\S+)", text, re.MULTILINE)[0])
+    assert errors > 5
+
+
 async def test_openapi_document_describes_every_route(tmp_path: Path) -> None:
     async with gateway_under_test(tmp_path) as g:
         document = (await g.client.get("/openapi.json")).json()

@@ -454,6 +454,7 @@ def test_fault_in_a_measurement_is_counted_said_once_and_raises_nothing(
     assert value(samples, "pd_agent_metrics_errors_total") == 2
 
 
+@pytest.mark.case("MET-01")
 def test_impossible_values_are_clamped_and_counted() -> None:
     errors = Errors()
     histogram = Histogram("h", "d", ("x",), COUNT_EDGES, errors)
