@@ -18,6 +18,7 @@ import pytest
 
 from pdtrace.stages import Mark, Outcome, Role, WaitReason
 from server.config import Deadlines, ProcessConfig, Settings
+from server.gateway.openai_api import Operation
 from server.wire.messages import DecodeRequest
 from tests.support.gateway_doubles import (
     LegDouble,
@@ -191,9 +192,19 @@ async def test_measurements_that_shrink_or_fail_reach_no_request(
     async with gateway_under_test(tmp_path, decode_script=speak("Hello!", gap_s=0.02)) as g:
         metrics = g.gateway.metrics
         tokens, gap = metrics.tokens, metrics.gap
-        monkeypatch.setattr(metrics, "tokens", lambda _: tokens({"output": -3, "input": 5}))
-        monkeypatch.setattr(metrics, "gap", lambda operation, _: gap(operation, -1.0))
-        monkeypatch.setattr(metrics, "stage", lambda *_: metrics.guard(lambda: 1 // 0))
+
+        def shrunk(_: object) -> None:
+            tokens({"output": -3, "input": 5})
+
+        def backwards(operation: Operation, _: float) -> None:
+            gap(operation, -1.0)
+
+        def raises(_: str, seconds: float) -> None:
+            metrics.guard(lambda: seconds / 0)
+
+        monkeypatch.setattr(metrics, "tokens", shrunk)
+        monkeypatch.setattr(metrics, "gap", backwards)
+        monkeypatch.setattr(metrics, "stage", raises)
         answer = await g.complete(stream=True)
         text = (await g.client.get("/metrics")).text
     assert answer.status_code == 200

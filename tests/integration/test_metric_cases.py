@@ -161,7 +161,7 @@ def test_time_to_first_token_has_the_queue_in_it(server: RunningServer) -> None:
     count = 10 * PLACES
     before = scraped(server.url)
     with ThreadPoolExecutor(count) as pool:
-        answers = list(pool.map(lambda number: timed(server, number), range(count)))
+        answers = list(pool.map(timed, [server] * count, range(count)))
     after = scraped(server.url)
     clients_s = statistics.median(answer.ttft_s for answer in answers)
     servers_s = statistics.median(measured_ttft_s(server, answer.request_id) for answer in answers)

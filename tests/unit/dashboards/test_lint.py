@@ -93,7 +93,7 @@ def change(path: str, value: Any) -> Callable[[Board], None]:
         at: Any = board
         for key in keys:
             at = at[int(key)] if isinstance(at, list) else at[key]
-        where = int(last) if isinstance(at, list) else last
+        where: Any = int(last) if isinstance(at, list) else last
         if value is None:
             del at[where]
         else:
