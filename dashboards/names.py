@@ -64,6 +64,8 @@ AGENT_ERRORS = "pd_agent_errors_total"
 # Gateway.
 MODEL = "gen_ai_request_model"
 GATEWAY_TTFT = "gen_ai_server_time_to_first_token_seconds"
+STREAMED = 'streamed="true"'
+"""Matcher: an answer in one piece has its first token with its last, which is no delay of it."""
 GATEWAY_TPOT = "gen_ai_server_time_per_output_token_seconds"
 GATEWAY_DURATION = "gen_ai_server_request_duration_seconds"
 GATEWAY_GAP = "pd_inter_token_gap_seconds"

@@ -61,7 +61,7 @@ def _meanwhile(slo: Slo) -> tuple[Panel, ...]:
             "What the others got at that time. The red line is the limit.",
             "this request by itself. Role and worker do not apply.",
             SECONDS,
-            *pieces.p50_and_p99(names.GATEWAY_TTFT, v.BY_MODEL),
+            *pieces.p50_and_p99(names.GATEWAY_TTFT, names.STREAMED, v.BY_MODEL),
             colours=colours.QUANTILES,
             steps=pieces.limit_line(slo.ttft_s),
         ),

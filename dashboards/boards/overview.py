@@ -210,7 +210,7 @@ def _users(slo: Slo) -> tuple[Panel, ...]:
             "answers sent in one piece: their first byte is their last. Model, role and worker do "
             "not apply.",
             SECONDS,
-            *pieces.p50_and_p99(names.TTFT, queries.equal("streamed", "true"), exemplar=True),
+            *pieces.p50_and_p99(names.TTFT, names.STREAMED, exemplar=True),
             colours=colours.QUANTILES,
             steps=pieces.limit_line(slo.ttft_s),
             links=pieces.to(("Stages", links.STAGES), ("Slow requests", links.SLOW)),
@@ -223,7 +223,9 @@ def _users(slo: Slo) -> tuple[Panel, ...]:
             "apply.",
             SECONDS,
             Query(
-                expr=queries.quantile(0.99, names.GATEWAY_TTFT, v.BY_MODEL, by=(names.MODEL,)),
+                expr=queries.quantile(
+                    0.99, names.GATEWAY_TTFT, names.STREAMED, v.BY_MODEL, by=(names.MODEL,)
+                ),
                 legend=f"{{{{{names.MODEL}}}}}",
             ),
             steps=pieces.limit_line(slo.ttft_s),

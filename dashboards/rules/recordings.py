@@ -46,7 +46,7 @@ class Objective:
 
     key      label value `slo`
     budget   share that may miss it
-    histogram, threshold_s  None: counted by outcome
+    histogram, threshold_s, matcher  what is measured; without a histogram, counted by outcome
     """
 
     key: str
@@ -55,13 +55,14 @@ class Objective:
     budget: float
     histogram: str | None = None
     threshold_s: float = 0.0
+    matcher: str = ""
 
     def missed(self, window: str) -> str:
         """Share that missed it, by model. Not a number where nothing was counted."""
         if self.histogram is None:
             return error_share(by=(names.MODEL,), window=window)
         return queries.share_above(
-            self.threshold_s, self.histogram, by=(names.MODEL,), window=window
+            self.threshold_s, self.histogram, self.matcher, by=(names.MODEL,), window=window
         )
 
     def counted(self, window: str) -> str:
@@ -69,7 +70,7 @@ class Objective:
         if self.histogram is None:
             counted = queries.series(names.GATEWAY_REQUESTS, _outcomes(_COUNTED))
         else:
-            counted = f"{self.histogram}_count"
+            counted = queries.series(f"{self.histogram}_count", self.matcher)
         return queries.number(counted, (names.MODEL,), window)
 
 
@@ -83,6 +84,7 @@ def objectives(slo: Slo) -> tuple[Objective, ...]:
             budget=round(1 - slo.ttft_objective, 9),
             histogram=names.GATEWAY_TTFT,
             threshold_s=slo.ttft_s,
+            matcher=names.STREAMED,
         ),
         Objective(
             key="token_gap",

@@ -78,7 +78,7 @@ def gateway_samples(metrics: GatewayMetrics) -> list[Sample]:
 def serve_at_gateway(metrics: GatewayMetrics, outcome: Outcome = Outcome.COMPLETED) -> None:
     """One stream of three tokens."""
     reason = "" if outcome is Outcome.COMPLETED else "worker_lost"
-    metrics.first_token(Operation.CHAT, 0.1)
+    metrics.first_token(Operation.CHAT, 0.1, streamed=True)
     for _ in range(2):
         metrics.gap(Operation.CHAT, 0.02)
     metrics.time_per_token(Operation.CHAT, 0.02)
