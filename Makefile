@@ -33,12 +33,15 @@ check: setup ## formatting, lint, types, import rules, generated files
 	$(VENV)/pyright
 	$(VENV)/python -m pytest -q tests/contract/test_imports.py
 	$(VENV)/python -m pdtrace.glossary --check
+	$(VENV)/python -m dashboards.build --check
+	$(VENV)/python -m dashboards.lint
 	$(VENV)/python -m tests.support.module_index --check
 
 fix: setup ## format, repair what ruff can, regenerate docs
 	$(VENV)/ruff check --fix-only .
 	$(VENV)/ruff format .
 	$(VENV)/python -m pdtrace.glossary
+	$(VENV)/python -m dashboards.build
 	$(VENV)/python -m tests.support.module_index
 
 bench: setup ## run the benchmarks; each ends with one JSON line
@@ -61,5 +64,5 @@ lock: setup ## resolve requirements/ anew from pyproject.toml
 
 clean: ## remove environments and caches; recordings in run/ stay
 	rm -rf .venv .venv-loadgen build dist *.egg-info pdtrace/native/_compiled*.so .pytest_cache .ruff_cache .hypothesis
-	find pdtrace server tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find pdtrace server dashboards tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 	@[ ! -d run ] || echo "kept: run/ (recordings); remove it by hand"

@@ -43,6 +43,7 @@ from pdtrace.live.looks import DEFAULT_TIMEOUT_S, LookSource
 from pdtrace.live.run_looks import open_looks, run_of_agent
 from pdtrace.native import hot_path
 from pdtrace.patience import Patience
+from pdtrace.shipped import Shipped, write
 from pdtrace.stages import STAGE_BY_NAME
 from pdtrace.terminal.documents import stages_document, why_document
 from pdtrace.terminal.following import DEFAULT_INTERVAL_S, follow
@@ -452,6 +453,25 @@ def stages(as_json: JsonOption = False) -> int:
     else:
         console, ascii_only = _console()
         console.print(stages_view(ascii_only=ascii_only))
+    return 0
+
+
+@app.command(
+    cls=WholeWords,
+    epilog="Example: pdtrace export dashboards grafana/dashboards. What is in them: "
+    "docs/dashboards.md.",
+)
+@_guarded
+def export(
+    what: Annotated[Shipped, typer.Argument(help="What to write.", show_default=False)],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where to; it is made.", show_default=False)
+    ],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that differ.")] = False,
+) -> int:
+    """Write the Grafana boards, alert rules or collector files that come with pdtrace."""
+    for path in write(what, directory, replace=force):
+        print(path)
     return 0
 
 

@@ -8,7 +8,9 @@
     │   └── RingClosedError     ring_closed         is used after close()
     ├── RecordError             bad_record          a mark, value or call that cannot be recorded
     ├── SourceError             source_error        traces that cannot be read for analysis
-    └── LiveError               live_error          what is in flight cannot be known
+    ├── LiveError               live_error          what is in flight cannot be known
+    ├── SloError                bad_slo             objectives that cannot be used
+    └── ShippedError            shipped_error       files of pdtrace: absent, or in the way
 
 Recording calls (`RequestTrace.mark` and friends) raise none of these while serving: the recorder's
 guard counts them. `Recorder.open` and the readers raise.

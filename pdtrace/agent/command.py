@@ -94,9 +94,10 @@ def run_agent(
     if export is None and out is None and http is None:
         _log.warning("spans go nowhere: give --out DIR, or set OTEL_EXPORTER_OTLP_ENDPOINT")
     metrics = None if http is None else _metrics()
-    agent = Agent(
-        rings, out=out, export=export, judge=RollingJudge(), metrics=metrics, config=config
-    )
+    judge = RollingJudge()
+    agent = Agent(rings, out=out, export=export, judge=judge, metrics=metrics, config=config)
+    if metrics is not None:
+        judge.told = metrics.owned
     endpoint: AgentHttp | None = None
     try:
         if http is not None and metrics is not None:

@@ -7,20 +7,25 @@ is judged in full. The result is the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pdtrace.agent.screening import Screened, screen
-from pdtrace.analysis.baselines import RollingBaselines
+from pdtrace.analysis.baselines import Leaf, RollingBaselines, leaves
 from pdtrace.analysis.timeline import build_timeline
 from pdtrace.analysis.verdict import DEFAULT_POLICY, VerdictPolicy, assess, judge, stall_attributes
 from pdtrace.spans import AttrValue, Span, Trace
 
 
 class RollingJudge:
-    """Names the stage in which a request stalled, against the requests before it."""
+    """Names the stage in which a request stalled, against the requests before it.
+
+    told  is given the leaves of each request from then on, and how long it took in nanoseconds;
+          to be set once the agent has learnt from what a former one judged
+    """
 
     def __init__(self, window: int = 512, policy: VerdictPolicy = DEFAULT_POLICY) -> None:
         self.baselines = RollingBaselines(window)
+        self.told: Callable[[Sequence[Leaf], int], None] | None = None
         self._policy = policy
 
     def __call__(self, spans: Sequence[Span]) -> Mapping[str, AttrValue]:
@@ -32,7 +37,11 @@ class RollingJudge:
                 judge(timeline, self.baselines, self._policy), self._policy
             )
             self.baselines.add(timeline)
+            if self.told is not None:
+                self.told(leaves(timeline), timeline.total_ns)
             return attributes
+        if self.told is not None:
+            self.told(screened.leaves, screened.total_ns)
         attributes = {}
         if self._may_have_stalled(screened):
             timeline = build_timeline(Trace(trace_id=spans[0].trace_id, spans=spans))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
@@ -22,12 +22,14 @@ import pdtrace
 from pdtrace import semconv as a
 from pdtrace.agent.buckets import COUNT_EDGES, DURATION_EDGES_S
 from pdtrace.agent.summary import AgentSummary
-from pdtrace.agent.tallies import Counts, Errors, Histogram, Key, Seen
+from pdtrace.agent.tallies import MAX_SERIES, Counts, Errors, Histogram, Key, Seen
+from pdtrace.analysis.baselines import NESTED_LEAVES, Leaf
+from pdtrace.analysis.timeline import UNEXPLAINED
 from pdtrace.assembly.collected import CollectedRequest
 from pdtrace.inflight import Look, ProcessState
 from pdtrace.ring.losses import Losses
 from pdtrace.ring.records import StepRecord
-from pdtrace.spans import AttrValue, Resource, Span
+from pdtrace.spans import AttrValue, Resource, Span, StatusCode
 from pdtrace.stages import (
     ATTEMPT_SPAN,
     CHAINS,
@@ -44,6 +46,7 @@ from pdtrace.stages import (
 UNKNOWN = "unknown"
 """Label value where no mark says which."""
 
+_PAUSES = tuple(pause for pauses in NESTED_LEAVES.values() for pause in pauses)
 _CHAIN_STAGES = tuple(dict.fromkeys(stage.name for mode in Mode for stage in CHAINS[mode]))
 
 _KV_STATES = {
@@ -86,8 +89,12 @@ _EXPORT = {
 """What of `AgentSummary.export` is exposed; spans dropped are, by reason."""
 
 _STAGE, _BEGIN, _END, _REASON = a.STAGE.key, a.BEGIN_NS.key, a.END_NS.key, a.WAIT_REASON.key
-_TELLING = frozenset({"gateway.route", "transfer.copy", "decode.gap"})
+_HANDOVER = frozenset({"hop.publish", "transfer", "transfer.queue", "transfer.copy", "hop.notice"})
+"""Stages that depend on both workers of a pair."""
+_TELLING = _HANDOVER | {"gateway.route", "decode.gap"}
 """Stages whose spans say more than how long they took."""
+_BROKEN = frozenset({Outcome.FAILED.value, Outcome.TIMED_OUT.value, Outcome.LOST.value})
+"""Outcomes that are nobody's wish."""
 
 _log = logging.getLogger(__name__)
 
@@ -118,8 +125,8 @@ class AgentMetrics:
         self.errors = Errors()
         self._lock = threading.Lock()
         self._logged = False
-        self._who: dict[int, tuple[Resource, str]] = {}
-        self._roles_seen: set[Role] = set()
+        self._who: dict[int, tuple[Resource, str, str]] = {}
+        self._processes_seen: set[tuple[str, str]] = set()
         self._histograms: list[Histogram] = []
         self._counters: list[Counts] = []
 
@@ -136,8 +143,12 @@ class AgentMetrics:
         self._stage = seconds(
             "pd_stage_duration_seconds",
             "How long the stages of finished requests took.",
-            "stage",
-            "role",
+            *("stage", "role", "instance"),
+        )
+        self._handover = seconds(
+            "pd_pair_stage_duration_seconds",
+            "How long the stages took that depend on both workers of a pair.",
+            *("stage", "source", "destination"),
         )
         self._wait = seconds(
             "pd_stage_wait_seconds",
@@ -191,6 +202,16 @@ class AgentMetrics:
         self._bytes = counter(
             "pd_transfer_bytes", "Bytes of KV in finished copies.", "source", "destination"
         )
+        self._broken = counter(
+            "pd_transfer_failures",
+            "Attempts that ended in the hand-over of KV from one worker to the other.",
+            *("source", "destination"),
+        )
+        self._parts = counter(
+            "pd_request_stage_seconds",
+            "Time of finished requests by the stage that owns it: each instant has one owner.",
+            "stage",
+        )
         self._stalls = counter(
             "pd_stall", "Requests that a stage held up, by the agent's verdict.", "stage"
         )
@@ -207,8 +228,11 @@ class AgentMetrics:
             self._ttft.of((streamed,))
         for cause in GapCause:
             self._gap.of((cause.value,))
-        for stage in _CHAIN_STAGES:
+        for stage in (*_CHAIN_STAGES, *_PAUSES):
+            self._parts.add((stage,), 0)
             self._stalls.add((stage,), 0)
+        self._parts.add((UNEXPLAINED,), 0)
+        for stage in _CHAIN_STAGES:
             self._stuck.add((stage, UNKNOWN), 0)
 
     # -- observing ---------------------------------------------------------------------------
@@ -218,6 +242,18 @@ class AgentMetrics:
         try:
             with self._lock:
                 self._observe(request, spans)
+        except Exception:
+            self._fault()
+
+    def owned(self, leaves: Sequence[Leaf], total_ns: int) -> None:
+        """What a finished request's time belongs to; what the leaves leave is unexplained."""
+        try:
+            with self._lock:
+                rest_ns = total_ns
+                for name, _, length_ns, _ in leaves:
+                    rest_ns -= length_ns
+                    self._parts.add((name,), length_ns / 1e9)
+                self._parts.add((UNEXPLAINED,), rest_ns / 1e9)
         except Exception:
             self._fault()
 
@@ -238,7 +274,7 @@ class AgentMetrics:
 
     def _observe(self, request: CollectedRequest, spans: Sequence[Span]) -> None:
         known, sampled, who = self._stage.known, request.sampled, self._who
-        copies: list[Span] = []
+        handovers: list[tuple[str, float, Span]] = []
         attempts: list[Span] = []
         pairs: dict[AttrValue | None, tuple[str, str]] = {}
         for span in spans:
@@ -259,22 +295,46 @@ class AgentMetrics:
             seen = (span.trace_id, span.span_id, seconds, span.end_ns) if sampled else None
             resource = span.resource
             owner = who.get(id(resource))
-            key = (stage, self._role(resource) if owner is None else owner[1])
+            if owner is None:
+                owner = self._owner(resource)
+            key = (stage, owner[1], owner[2])
             (known(key) or self._stage.of(key)).observe(seconds, seen)
             if stage in _TELLING or _REASON in attributes:
                 if _REASON in attributes:
                     self._waits(stage, span, sampled)
-                if stage == "transfer.copy":
-                    copies.append(span)
+                if stage in _HANDOVER:
+                    handovers.append((stage, seconds, span))
                 elif stage == "gateway.route":
                     pairs[attributes.get(a.ATTEMPT.key)] = _pair(attributes)
                 elif stage == "decode.gap":
                     self._token_gap(span, sampled)
-        for span in copies:
-            pair = pairs.get(span.attributes.get(a.ATTEMPT.key), (UNKNOWN, UNKNOWN))
-            self._copied(pair, span)
+        broken: set[AttrValue | None] = set()
+        for stage, seconds, span in handovers:
+            number = span.attributes.get(a.ATTEMPT.key)
+            pair = pairs.get(number, (UNKNOWN, UNKNOWN))
+            seen = _seen(span, seconds) if sampled else None
+            self._handover.of((stage, *pair)).observe(seconds, seen)
+            if stage == "transfer.copy":
+                self._copied(pair, span)
+            if span.status is StatusCode.ERROR:
+                broken.add(number)
+        for span in attempts:
+            self._ended(span, pairs, broken)
         if len(attempts) > 1:
             self._retried(attempts)
+
+    def _ended(
+        self,
+        attempt: Span,
+        pairs: Mapping[AttrValue | None, tuple[str, str]],
+        broken: Collection[AttrValue | None],
+    ) -> None:
+        """Counts an attempt that failed in its hand-over."""
+        attributes = attempt.attributes
+        number = attributes.get(a.ATTEMPT.key)
+        if number in pairs and attributes.get(a.OUTCOME.key) in _BROKEN:
+            in_it = number in broken or attributes.get(a.OUTCOME_STAGE.key) in _HANDOVER
+            self._broken.add(pairs[number], float(in_it))
 
     def _root(self, span: Span, sampled: bool) -> None:
         attributes = span.attributes
@@ -327,15 +387,17 @@ class AgentMetrics:
         for span in attempts[:-1]:
             self._retries.add((str(span.attributes.get(a.OUTCOME_REASON.key, UNKNOWN)),))
 
-    def _role(self, resource: Resource) -> str:
-        """The role of a resource, remembered: they are few, and last as long as their process."""
+    def _owner(self, resource: Resource) -> tuple[Resource, str, str]:
+        """Role and instance of a resource, remembered: they are few, and last as long as their
+        process."""
         if len(self._who) > 1_000:
             self._who.clear()
         role = resource.attributes.get(a.ROLE.key)
         if role is None:
             role = resource.service_name.removeprefix("pd-")
-        self._who[id(resource)] = (resource, str(role))  # held, so that its id is not used again
-        return str(role)
+        # The resource is held, so that its id is not used again.
+        owner = self._who[id(resource)] = (resource, str(role), resource.instance_id or UNKNOWN)
+        return owner
 
     def _fault(self) -> None:
         self.errors.count += 1
@@ -358,19 +420,31 @@ class AgentMetrics:
     def _expect(self, look: Look) -> None:
         """Series of the stages that the processes present will record or be stuck in, before they
         do."""
-        roles = {Role(process.role) for process in look.processes} - self._roles_seen
-        self._roles_seen |= roles
-        for stage in STAGES:
-            for role in stage.roles & roles:
-                self._stage.of((stage.name, role.value))
         for process in look.processes:
+            role, name = Role(process.role), process.instance
+            if (role.value, name) in self._processes_seen:
+                continue
+            if len(self._processes_seen) < MAX_SERIES:
+                self._processes_seen.add((role.value, name))
             for stage in STAGES:
-                if stage.name in _CHAIN_STAGES and Role(process.role) in stage.roles:
-                    self._stuck.add((stage.name, process.instance), 0)
-            if Role(process.role) in {Role.PREFILL, Role.WORKER}:
-                self._step.of((StepKind.PREFILL.value, process.instance))
-            if Role(process.role) in {Role.DECODE, Role.WORKER}:
-                self._step.of((StepKind.DECODE.value, process.instance))
+                if role not in stage.roles:
+                    continue
+                self._stage.of((stage.name, role.value, name))
+                if stage.name in _CHAIN_STAGES:
+                    self._stuck.add((stage.name, name), 0)
+            if role in {Role.PREFILL, Role.WORKER}:
+                self._step.of((StepKind.PREFILL.value, name))
+            if role in {Role.DECODE, Role.WORKER}:
+                self._step.of((StepKind.DECODE.value, name))
+            self._expect_pairs(role, name)
+
+    def _expect_pairs(self, role: Role, name: str) -> None:
+        """A failure counter that appears with its first failure would hide it."""
+        for other, instance in self._processes_seen:
+            if (role, other) == (Role.PREFILL, Role.DECODE.value):
+                self._broken.add((name, instance), 0)
+            elif (role, other) == (Role.DECODE, Role.PREFILL.value):
+                self._broken.add((instance, name), 0)
 
 
 class Exposition(Collector):

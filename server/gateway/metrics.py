@@ -129,7 +129,7 @@ class GatewayMetrics:
         self._requests = Counter(
             "pd_requests",
             "Requests that ended, by terminal outcome and its reason.",
-            ("gen_ai_operation_name", "outcome", "reason"),
+            (*labels, "outcome", "reason"),
             registry=self.registry,
         )
         self._retries = Counter(
@@ -195,7 +195,7 @@ class GatewayMetrics:
         # A series that appears with its first event hides that event from rate().
         self._retries.labels(WorkerLost.code, Outcome.COMPLETED)
         for operation in Operation:
-            self._requests.labels(operation, Outcome.COMPLETED, "")
+            self._requests.labels(operation, model, Outcome.COMPLETED, "")
             for streamed in _STREAMED.values():
                 self._ttft.labels(operation, model, streamed)
             self._tpot.labels(operation, model)
@@ -227,7 +227,7 @@ class GatewayMetrics:
 
     def ended(self, operation: Operation, outcome: Outcome, reason: str, seconds: float) -> None:
         """A request is over. `reason` is "" when it completed."""
-        self.guard(lambda: self._requests.labels(operation, outcome, reason).inc())
+        self.guard(lambda: self._requests.labels(operation, self._model, outcome, reason).inc())
         self._observe(self._duration.labels(operation, self._model, reason), seconds)
 
     def retried(self, reason: str, outcome: Outcome) -> None:

@@ -171,6 +171,18 @@ def test_dashboards_import_pdtrace_only() -> None:
     assert offenders(modules("dashboards").items(), ("server", "torch", "zmq")) == []
 
 
+def test_dashboards_use_the_foundation_sdk_in_one_module() -> None:
+    others = [(n, p) for n, p in modules("dashboards").items() if n != "dashboards.sdk"]
+    assert len(others) > 10
+    assert offenders(others, ("grafana_foundation_sdk",)) == []
+    parsers = [(n, p) for n, p in others if n != "dashboards.promql"]
+    assert offenders(parsers, ("promql_parser",)) == []
+
+
+def test_nothing_imports_dashboards() -> None:
+    assert offenders(modules("pdtrace", "server").items(), ("dashboards",)) == []
+
+
 def test_torch_is_imported_by_engine_and_device_transfers_only() -> None:
     assert {name for name in torch_modules() if not TORCH_AREA.fullmatch(name)} == set()
 
@@ -207,7 +219,7 @@ def test_pdtrace_imports_with_its_base_dependencies_only() -> None:
     assert failed_imports(OTLP_MODULES, allowed=allowed | dependency_modules("otlp")) == {}
 
 
-@pytest.mark.parametrize("package", ["pdtrace", "server"])
+@pytest.mark.parametrize("package", ["pdtrace", "server", "dashboards"])
 def test_no_catch_all_modules(package: str) -> None:
     vague = {"utils", "helpers", "common", "manager", "misc"}
     assert [n for n in modules(package) if n.rpartition(".")[2] in vague] == []

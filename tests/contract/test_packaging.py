@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from pdtrace.analysis.sources import read_source
+from pdtrace.shipped import Shipped, write
 from tests.support.otlp_receivers import Received, grpc_receiver, http_receiver
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,6 +125,45 @@ def test_wheel_holds_every_module_of_pdtrace(wheel: zipfile.ZipFile) -> None:
     sources = {name for name in sources if name.endswith((".py", ".pyi", ".typed"))}
     assert sources <= set(wheel.namelist())
     assert not [name for name in wheel.namelist() if name.endswith((".c", ".h"))]
+
+
+def test_wheel_ships_boards_rules_and_collector_files(wheel: zipfile.ZipFile) -> None:
+    shipped = {
+        f"pdtrace/data/{below}/{path.relative_to(folder)}": path.read_bytes()
+        for folder, below in (
+            (ROOT / "dashboards" / "generated", "generated"),
+            (ROOT / "collector", "collector"),
+        )
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    assert len(shipped) > 7
+    held = {name: wheel.read(name) for name in wheel.namelist() if name.startswith("pdtrace/data/")}
+    assert held == shipped
+
+
+@pytest.mark.parametrize("what", Shipped)
+def test_wheel_writes_out_what_it_ships(wheel_path: Path, tmp_path: Path, what: Shipped) -> None:
+    """The same as a checkout does, whose files are links."""
+    installed, out, here = (tmp_path / name for name in ("installed", "out", "here"))
+    zipfile.ZipFile(wheel_path).extractall(installed)
+    done = subprocess.run(
+        [sys.executable, "-m", "pdtrace", "export", what.value, str(out)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    write(what, here)
+    written, expected = (
+        {path.relative_to(top): path.read_bytes() for path in top.rglob("*") if path.is_file()}
+        for top in (out, here)
+    )
+    assert written == expected
+    assert len(done.stdout.splitlines()) == len(written)
 
 
 def test_base_install_is_light(wheel: zipfile.ZipFile) -> None:

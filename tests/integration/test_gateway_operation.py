@@ -18,6 +18,7 @@ import pytest
 
 from pdtrace.stages import Mark, Outcome, Role, WaitReason
 from server.config import Deadlines, ProcessConfig, Settings
+from server.gateway.openai_api import Operation
 from server.wire.messages import DecodeRequest
 from tests.support.gateway_doubles import (
     LegDouble,
@@ -171,9 +172,8 @@ async def test_metrics_count_what_happened(tmp_path: Path) -> None:
         f'gen_ai_server_time_to_first_token_seconds_count{{{stream},streamed="true"}} 1.0',
         f"gen_ai_server_time_per_output_token_seconds_count{{{stream}}} 1.0",
         f"pd_inter_token_gap_seconds_count{{{stream}}} 5.0",
-        'pd_requests_total{gen_ai_operation_name="chat",outcome="completed",reason=""} 1.0',
-        'pd_requests_total{gen_ai_operation_name="text_completion",outcome="rejected",'
-        'reason="invalid_request"} 1.0',
+        f'pd_requests_total{{{chat},outcome="completed",reason=""}} 1.0',
+        f'pd_requests_total{{{stream},outcome="rejected",reason="invalid_request"}} 1.0',
         'pd_tokens_total{type="output"} 12.0',
         'pd_gateway_stage_seconds_count{stage="gateway.dispatch"} 2.0',
         "pd_requests_in_flight 0.0",
@@ -182,6 +182,40 @@ async def test_metrics_count_what_happened(tmp_path: Path) -> None:
     ):
         assert line in text
     assert "not-a-label" not in text
+
+
+@pytest.mark.case("MET-01")
+async def test_measurements_that_shrink_or_fail_reach_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts below 0, a negative gap and a metric that raises: each is counted as an error."""
+    async with gateway_under_test(tmp_path, decode_script=speak("Hello!", gap_s=0.02)) as g:
+        metrics = g.gateway.metrics
+        tokens, gap = metrics.tokens, metrics.gap
+
+        def shrunk(_: object) -> None:
+            tokens({"output": -3, "input": 5})
+
+        def backwards(operation: Operation, _: float) -> None:
+            gap(operation, -1.0)
+
+        def raises(_: str, seconds: float) -> None:
+            metrics.guard(lambda: seconds / 0)
+
+        monkeypatch.setattr(metrics, "tokens", shrunk)
+        monkeypatch.setattr(metrics, "gap", backwards)
+        monkeypatch.setattr(metrics, "stage", raises)
+        answer = await g.complete(stream=True)
+        text = (await g.client.get("/metrics")).text
+    assert answer.status_code == 200
+    assert answer.text.endswith("data: [DONE]\n\n")
+    stream = 'gen_ai_operation_name="text_completion",gen_ai_request_model="fake"'
+    assert 'pd_tokens_total{type="output"} 0.0' in text
+    assert 'pd_tokens_total{type="input"} 5.0' in text
+    assert f"pd_inter_token_gap_seconds_sum{{{stream}}} 0.0" in text
+    assert f'pd_requests_total{{{stream},outcome="completed",reason=""}} 1.0' in text
+    errors = float(re.findall(r"^pd_gateway_metrics_errors_total (\S+)", text, re.MULTILINE)[0])
+    assert errors > 5
 
 
 async def test_openapi_document_describes_every_route(tmp_path: Path) -> None:

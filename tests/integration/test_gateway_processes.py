@@ -167,7 +167,10 @@ def at_once(
 
 def kill_before_the_first_byte(server: OwnServer, victim: str) -> list[Answer]:
     """Four requests, of which round robin gives two to the victim, which cannot have begun them."""
-    served = 'pd_requests_total{gen_ai_operation_name="text_completion",outcome="completed",'
+    served = (
+        'pd_requests_total{gen_ai_operation_name="text_completion",gen_ai_request_model="fake",'
+        'outcome="completed",'
+    )
     before = sum(server.values(served))
     server.signal(victim, signal.SIGSTOP)
     asks = [
@@ -209,8 +212,8 @@ def kill_behind_the_first_byte(server: OwnServer, told: Story) -> None:
         server.kill("decode-1")
         told.streams = [one.result() for one in streams]
     told.failures_counted = server.metric(
-        'pd_requests_total{gen_ai_operation_name="text_completion",outcome="failed",'
-        'reason="worker_lost"} 1.0'
+        'pd_requests_total{gen_ai_operation_name="text_completion",gen_ai_request_model="fake",'
+        'outcome="failed",reason="worker_lost"} 1.0'
     )
 
 

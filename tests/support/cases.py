@@ -18,7 +18,9 @@ CASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ids": ("ID-01", "ID-05", "ID-06"),
         "export": ("EXP-01", "EXP-02", "EXP-06", "EXP-09", "EXP-10"),
         "configuration": ("CFG-01", "CFG-03", "CFG-04", "CFG-06"),
-        "metrics": ("MET-02",),
+        "metrics": ("MET-01", "MET-02", "MET-05", "MET-06", "MET-07"),
+        "dashboards": ("DSH-01", "DSH-02", "DSH-03", "DSH-04"),
+        "alerting": ("ALR-01", "ALR-02"),
         "HTTP-SSE API": ("API-01", "API-02", "API-04", "API-06", "API-08", "API-13", "API-14"),
         "cancellation": ("CAN-02", "CAN-03", "CAN-06", "CAN-08"),
         "failure of worker": (

@@ -14,6 +14,7 @@ PAGE = ROOT / "docs" / "modules.md"
 PACKAGES = {
     "pdtrace": "Records, assembles, analyses, shows. Ships in the wheel.",
     "server": "The prefill/decode server. Runs from the checkout.",
+    "dashboards": "Generates Grafana boards and alert rules. What it makes ships in the wheel.",
 }
 HEADER = """# Modules
 

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from pdtrace import semconv as a
 from pdtrace.agent.buckets import COUNT_EDGES, DURATION_EDGES_S, duration_edges
+from pdtrace.agent.judging import RollingJudge
 from pdtrace.agent.metrics import AgentMetrics, AgentNumbers, Exposition
 from pdtrace.agent.summary import AgentSummary
 from pdtrace.agent.tallies import MAX_SERIES, MAX_VALUES, OTHER, Counts, Errors, Histogram
@@ -20,11 +21,13 @@ from pdtrace.inflight import InFlight, Look, ProcessNow, ProcessState
 from pdtrace.ring.losses import Losses, RingLosses
 from pdtrace.ring.records import StepRecord
 from pdtrace.spans import Span
-from pdtrace.stages import CHAINS, Mode, Role, StepKind
+from pdtrace.stages import CHAINS, Mark, Mode, Role, StepKind
 from tests.support.copies import replace
 from tests.support.marked_requests import (
     DECODE,
     TRACE_ID,
+    TRANSFER,
+    Moment,
     aborted,
     colocated_moments,
     completed,
@@ -75,7 +78,7 @@ def request_with(**changes: Any) -> tuple[CollectedRequest, list[Span]]:
 
 def test_finished_request_is_measured_stage_by_stage() -> None:
     samples = scraped(metrics_of(request_of(pd_moments())))
-    reserve = {"stage": "decode.reserve", "role": "decode"}
+    reserve = {"stage": "decode.reserve", "role": "decode", "instance": "decode-0"}
     assert value(samples, "pd_stage_duration_seconds_count", **reserve) == 1
     assert value(samples, "pd_stage_duration_seconds_sum", **reserve) == pytest.approx(0.001)
     for stage in CHAINS[Mode.PD]:
@@ -96,6 +99,75 @@ def test_finished_request_is_measured_stage_by_stage() -> None:
     assert value(samples, "pd_transfer_bytes_total", **path) == 8192
     assert value(samples, "pd_transfer_seconds_count", **path) == 2
     assert value(samples, "pd_transfer_seconds_sum", **path) == pytest.approx(0.00088)
+
+
+def test_stages_of_a_hand_over_are_measured_by_pair() -> None:
+    samples = scraped(metrics_of(request_of(pd_moments())))
+    pair = {"source": "prefill-0", "destination": "decode-0"}
+    counted = {
+        s.labels["stage"]: s.value
+        for s in samples
+        if s.name == "pd_pair_stage_duration_seconds_count" and pair.items() <= s.labels.items()
+    }
+    assert counted == {
+        "hop.publish": 1,
+        "transfer": 1,
+        "transfer.queue": 2,
+        "transfer.copy": 2,
+        "hop.notice": 1,
+    }
+
+
+def test_attempt_that_ends_in_its_hand_over_is_a_failure_of_the_pair() -> None:
+    landed = next(us for _, mark, us, _ in pd_moments() if mark is Mark.KV_LANDED)
+    failed = [
+        *until(pd_moments(), landed - 1),
+        aborted(TRANSFER, landed - 1, "failed", "checksum_mismatch", "transfer-0"),
+        completed(landed + 900, "failed", "checksum_mismatch", "transfer-0", 502),
+    ]
+    samples = scraped(metrics_of(request_of(pd_moments()), request_of(failed)))
+    pair = {"source": "prefill-0", "destination": "decode-0"}
+    assert value(samples, "pd_transfer_failures_total", **pair) == 1
+
+
+def test_attempt_that_fails_elsewhere_is_no_failure_of_the_pair() -> None:
+    failed = [
+        *until(pd_moments(), 1_700),
+        aborted(DECODE, 1_700, "timed_out", "kv_timeout", "decode-0"),
+        completed(1_900, "timed_out", "kv_timeout", "decode-0", 504),
+    ]
+    samples = scraped(metrics_of(request_of(failed)))
+    pair = {"source": "prefill-0", "destination": "decode-0"}
+    assert value(samples, "pd_transfer_failures_total", **pair) == 0
+
+
+def test_pairs_of_the_processes_present_have_failures_to_count() -> None:
+    look = Look(at_ns=1, processes=tuple(map(process_now, ("decode-0", "prefill-0", "decode-1"))))
+    samples = scraped(AgentMetrics(), look)
+    pairs = {
+        (s.labels["source"], s.labels["destination"]): s.value
+        for s in samples
+        if s.name == "pd_transfer_failures_total"
+    }
+    assert pairs == {("prefill-0", "decode-0"): 0, ("prefill-0", "decode-1"): 0}
+
+
+@pytest.mark.parametrize("moments", [pd_moments(), colocated_moments()])
+def test_parts_of_a_requests_time_sum_to_the_whole(moments: Sequence[Moment]) -> None:
+    metrics, judge = AgentMetrics(), RollingJudge()
+    judge.told = metrics.owned
+    for request in (request_of(moments), request_of(until(moments, 1_000))):
+        spans = assemble(request)
+        judge(spans)
+        metrics.request(request, spans)
+    samples = scraped(metrics)
+    parts = {
+        s.labels["stage"]: s.value for s in samples if s.name == "pd_request_stage_seconds_total"
+    }
+    whole = sum(s.value for s in samples if s.name == "pd_request_duration_seconds_sum")
+    assert sum(parts.values()) == pytest.approx(whole, abs=1e-9)
+    assert min(parts.values()) >= 0
+    assert parts["prefill.compute"] > 0
 
 
 def test_waits_are_measured_by_reason_and_gaps_by_cause() -> None:
@@ -158,7 +230,7 @@ def test_retries_are_counted_by_why_the_attempt_before_ended() -> None:
 
 def test_colocated_worker_is_measured_under_its_own_role() -> None:
     samples = scraped(metrics_of(request_of(colocated_moments())))
-    labels = {"stage": "prefill.compute", "role": "worker"}
+    labels = {"stage": "prefill.compute", "role": "worker", "instance": "worker-0"}
     assert value(samples, "pd_stage_duration_seconds_count", **labels) == 1
 
 
@@ -299,7 +371,7 @@ def test_gauges_of_the_rings_are_shown_by_role_and_instance() -> None:
 def test_series_of_the_processes_present_exist_before_they_move() -> None:
     look = Look(at_ns=1, processes=(process_now("decode-0"),))
     samples = scraped(AgentMetrics(), look)
-    labels = {"stage": "decode.reserve", "role": "decode"}
+    labels = {"stage": "decode.reserve", "role": "decode", "instance": "decode-0"}
     assert value(samples, "pd_stage_duration_seconds_count", **labels) == 0
     step = {"kind": "decode", "instance": "decode-0"}
     assert value(samples, "pd_step_duration_seconds_count", **step) == 0
@@ -382,6 +454,7 @@ def test_fault_in_a_measurement_is_counted_said_once_and_raises_nothing(
     assert value(samples, "pd_agent_metrics_errors_total") == 2
 
 
+@pytest.mark.case("MET-01")
 def test_impossible_values_are_clamped_and_counted() -> None:
     errors = Errors()
     histogram = Histogram("h", "d", ("x",), COUNT_EDGES, errors)

@@ -1,0 +1,1 @@
+"""The five boards, one module each. Each has `board(slo)`; what is common is in `pieces`."""

@@ -1,0 +1,167 @@
+"""Panels that more than one board has, and the stages they name."""
+
+from __future__ import annotations
+
+from dashboards import colours, links, names, queries
+from dashboards import variables as v
+from dashboards.sdk import PERCENT, SECONDS, SHORT, Link, Panel, Query, Steps, bars, lines
+from pdtrace.analysis.baselines import NESTED_LEAVES
+from pdtrace.analysis.timeline import UNEXPLAINED
+from pdtrace.slo import Slo
+from pdtrace.stages import CHAINS, STAGE_BY_NAME, Mode, Stage
+
+CHAIN: tuple[Stage, ...] = tuple(
+    STAGE_BY_NAME[name]
+    for name in dict.fromkeys(stage.name for mode in Mode for stage in CHAINS[mode])
+)
+"""Chain stages of every mode, in causal order."""
+
+PARTS: tuple[str, ...] = (
+    *(stage.name for stage in CHAIN),
+    *(pause for pauses in NESTED_LEAVES.values() for pause in pauses),
+    UNEXPLAINED,
+)
+"""What a request's time is divided into."""
+
+STALLING: tuple[str, ...] = PARTS[:-1]
+"""Stages that a verdict may name."""
+
+GENERATE = "decode.generate"
+
+QUANTILE_COLOURS = {name: colours.QUANTILES[name] for name in ("p50", "p99")}
+
+
+def stage_colours(stages: tuple[str, ...] = STALLING) -> dict[str, str]:
+    return {stage: colours.STAGES[stage] for stage in stages}
+
+
+def p50_and_p99(
+    histogram: str, *matchers: str, exemplar: bool = False, by: tuple[str, ...] = (), of: str = ""
+) -> tuple[Query, Query]:
+    """Both quantiles; `of` names the series where there are several."""
+    made = [
+        Query(
+            expr=queries.quantile(q, histogram, *matchers, by=by),
+            legend=f"{name} {of}".strip(),
+            exemplar=exemplar,
+        )
+        for q, name in ((0.5, "p50"), (0.99, "p99"))
+    ]
+    return made[0], made[1]
+
+
+def latency_steps(limit_s: float) -> Steps:
+    return ((None, colours.GOOD), (limit_s / 2, colours.WARN), (limit_s, colours.BAD))
+
+
+def limit_line(limit_s: float) -> Steps:
+    return ((None, "transparent"), (limit_s, colours.BAD))
+
+
+def open_by_stage(title: str, *, width: int = 12, height: int = 8) -> Panel:
+    return lines(
+        title,
+        "Requests in flight at this moment by the stage that they are in, read from the rings: it "
+        "moves while a worker hangs. Numbers add up, so they are stacked.",
+        "requests of other hosts than the agents scraped, and what is finished. Model, role and "
+        "worker do not apply.",
+        SHORT,
+        Query(
+            expr=queries.total(names.OPEN, ("stage",)),
+            legend="{{stage}}",
+        ),
+        colours=stage_colours(),
+        stacked=True,
+        links=(links.slow_in_this_stage(),),
+        width=width,
+        height=height,
+    )
+
+
+def oldest_by_worker(title: str, slo: Slo, *, width: int = 12, height: int = 8) -> Panel:
+    oldest = queries.highest(
+        queries.series(names.OPEN_OLDEST_BY_WORKER, v.BY_WORKER), ("stage", "instance")
+    )
+    return bars(
+        title,
+        "Age in its stage of the request that is longest in it, by the worker that has to end the "
+        f"stage. Red from {slo.oldest_s:g} s.",
+        "stages that no worker is known to have to end, as before a pair is chosen; how many wait. "
+        f"In {GENERATE} long answers are old without harm (limit {slo.oldest_generate_s:g} s).",
+        SECONDS,
+        Query(expr=oldest, legend="{{stage}} · {{instance}}"),
+        steps=latency_steps(slo.oldest_s),
+        links=(links.worker(), links.slow_in_this_stage()),
+        width=width,
+        height=height,
+    )
+
+
+def stalls_by_stage(title: str, *, width: int = 12, height: int = 8) -> Panel:
+    stalls = queries.number(names.STALLS, ("stage",), queries.RATE)
+    return lines(
+        title,
+        "Finished requests by the stage that held them up: the one that exceeded its own baseline "
+        "by most. Counted by the agent, so sampling does not change it.",
+        "requests that did not stall, and those still in flight. Model, role and worker do not "
+        "apply.",
+        SHORT,
+        Query(expr=stalls, legend="{{stage}}"),
+        colours=stage_colours(),
+        stacked=True,
+        bars=True,
+        links=(links.slow_in_this_stage(),),
+        width=width,
+        height=height,
+    )
+
+
+def stalls_in_span_metrics(title: str, *, width: int = 12, height: int = 8) -> Panel:
+    calls = queries.series(
+        names.SPAN_CALLS,
+        *names.ROOT,
+        queries.chosen(names.SPAN_MODEL, v.MODEL),
+        f'{names.SPAN_STALL_STAGE}!=""',
+    )
+    grown = queries.number(calls, (names.SPAN_STALL_STAGE,), queries.RATE)
+    return lines(
+        title,
+        "The same out of span metrics, for whoever has traces without the agent's metrics: root "
+        "spans by their tag pd.stall.stage, which also finds them in Jaeger.",
+        "requests that did not stall; requests that were not sampled before span metrics were "
+        "made; what is still in flight. Role and worker do not apply.",
+        SHORT,
+        Query(expr=grown, legend=f"{{{{{names.SPAN_STALL_STAGE}}}}}"),
+        colours=stage_colours(),
+        stacked=True,
+        bars=True,
+        links=(links.slow_in(f"${{__field.labels.{names.SPAN_STALL_STAGE}}}"),),
+        width=width,
+        height=height,
+    )
+
+
+def kv_pages(title: str, *, width: int = 12, height: int = 8) -> Panel:
+    pages = queries.series(names.KV_PAGES, v.BY_ROLE, v.BY_WORKER)
+    states = ("instance", "state")
+    used = queries.total(pages, states)
+    capacity = queries.total(
+        queries.series(names.KV_CAPACITY, v.BY_ROLE, v.BY_WORKER), ("instance",)
+    )
+    return lines(
+        title,
+        "Share of each worker's KV pages that are not free: used, reserved or kept for prefixes.",
+        "which requests hold them (`pdtrace top`), and pages held back from reuse.",
+        PERCENT,
+        Query(
+            expr=f"{used} / on (instance) group_left () {capacity}",
+            legend="{{instance}} {{state}}",
+        ),
+        links=(links.worker(),),
+        width=width,
+        height=height,
+    )
+
+
+def to(*uids: tuple[str, str]) -> tuple[Link, ...]:
+    return tuple(links.board(title, uid) for title, uid in uids)

@@ -1,0 +1,121 @@
+"""Writes `generated/`: the boards, the Prometheus rules and the Grafana-managed rules.
+
+python -m dashboards.build                        write what changed
+python -m dashboards.build --check                exit code 1 if something would change
+python -m dashboards.build --slo FILE --out DIR   your own objectives, written elsewhere
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from dashboards import colours, names, queries
+from dashboards import variables as v
+from dashboards.boards import one_request, overview, slow_traces, stages, transfer_and_workers
+from dashboards.rules import grafana, prometheus
+from dashboards.rules.alerts import alerts
+from dashboards.rules.recordings import recordings
+from dashboards.sdk import Board, Json, board_json
+from pdtrace.agent.buckets import DURATION_EDGES_S, SLO_VARIABLE, edge_of
+from pdtrace.errors import PdtraceError
+from pdtrace.inflight import ProcessState
+from pdtrace.slo import DEFAULT_SLO, Slo, read_slo
+
+GENERATED = Path(__file__).resolve().parent / "generated"
+
+BOARDS: tuple[Callable[[Slo], Board], ...] = (
+    overview.board,
+    stages.board,
+    slow_traces.board,
+    one_request.board,
+    transfer_and_workers.board,
+)
+
+
+def boards(slo: Slo = DEFAULT_SLO) -> dict[str, Json]:
+    """Every board as JSON, by uid."""
+    lost = queries.series(
+        names.PROCESS_STATE,
+        queries.equal("state", ProcessState.LOST.value),
+        v.BY_ROLE,
+        v.BY_WORKER,
+    )
+    firing = queries.series(
+        names.ALERTS, queries.equal("alertstate", "firing"), queries.equal("component", "pdtrace")
+    )
+    annotations = (
+        ("Alerts", firing, colours.BAD, "{{alertname}}"),
+        ("Lost processes", f"{lost} == 1", colours.WARN, "{{instance}} was lost"),
+    )
+    made = [make(slo) for make in BOARDS]
+    return {board.uid: board_json(board, annotations) for board in made}
+
+
+def files(slo: Slo = DEFAULT_SLO) -> Mapping[str, str]:
+    """Every generated file by its path below `generated/`."""
+    made = {
+        f"boards/{uid}.json": json.dumps(board, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        for uid, board in boards(slo).items()
+    }
+    made["prometheus/pdtrace.rules.yml"] = prometheus.rule_file(recordings(slo), alerts(slo))
+    made["grafana/alerts.yaml"] = grafana.rule_file(alerts(slo))
+    return made
+
+
+def stale(wanted: Mapping[str, str], folder: Path) -> list[str]:
+    """Paths that are missing, different, or no longer made."""
+    there = {
+        str(path.relative_to(folder)): path.read_text()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    return sorted(path for path in {*wanted, *there} if wanted.get(path) != there.get(path))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0 done or up to date, 1 with --check if not, 2 for settings that cannot be used."""
+    parser = argparse.ArgumentParser(
+        prog="dashboards.build", description="Write the boards and rules."
+    )
+    parser.add_argument("--check", action="store_true", help="compare only; exit code 1 if stale")
+    parser.add_argument(
+        "--slo", type=Path, metavar="FILE", help="objectives as TOML (docs/dashboards.md)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", default=GENERATED, help="where to write")
+    given = parser.parse_args(arguments)
+    try:
+        slo = DEFAULT_SLO if given.slo is None else read_slo(given.slo)
+    except PdtraceError as error:
+        print(f"dashboards.build: {error}", file=sys.stderr)
+        return 2
+    if given.slo is not None and given.out == GENERATED and not given.check:
+        print(
+            "dashboards.build: --slo needs --out DIR; generated/ has the defaults", file=sys.stderr
+        )
+        return 2
+    wanted = files(slo)
+    changed = stale(wanted, given.out)
+    if given.check:
+        for path in changed:
+            print(f"{given.out / path} is out of date; run make fix", file=sys.stderr)
+        return 1 if changed else 0
+    for path in changed:
+        target = given.out / path
+        if path in wanted:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(wanted[path])
+        elif given.out == GENERATED:
+            target.unlink()  # no longer made; in anybody's folder other files may lie beside
+    missing = [t for t in slo.thresholds_s if edge_of(float(t)) not in DURATION_EDGES_S]
+    if missing:
+        edges = ",".join(f"{threshold:g}" for threshold in missing)
+        print(f"set {SLO_VARIABLE}={edges} for the server and the agents", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

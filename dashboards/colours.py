@@ -1,0 +1,47 @@
+"""One colour for each stage, outcome, process state and quantile, on every board.
+
+Owns hues only; what a stage is stands in `pdtrace.stages`. Neighbours in the chain differ most, and
+a role keeps a hue: gateway blue, prefill green, transfer violet, decode orange, pauses red.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from pdtrace.analysis.timeline import UNEXPLAINED
+from pdtrace.inflight import ProcessState
+from pdtrace.stages import Outcome
+from pdtrace.terminal.palette import COLOURS
+
+STAGES: Mapping[str, str] = COLOURS
+"""The terminal's: who goes from a waterfall to a board sees the same colours."""
+
+REST = STAGES[UNEXPLAINED]
+
+OUTCOMES: Mapping[str, str] = MappingProxyType(
+    {
+        Outcome.COMPLETED.value: "#73BF69",
+        Outcome.CANCELLED.value: "#8AB8FF",
+        Outcome.REJECTED.value: "#FADE2A",
+        Outcome.TIMED_OUT.value: "#FF9830",
+        Outcome.FAILED.value: "#F2495C",
+        Outcome.LOST.value: "#A352CC",
+    }
+)
+STATES: Mapping[str, str] = MappingProxyType(
+    {
+        ProcessState.ALIVE.value: "#73BF69",
+        ProcessState.STALLED.value: "#FF9830",
+        ProcessState.CLOSED.value: "#8E8E8E",
+        ProcessState.LOST.value: "#F2495C",
+    }
+)
+
+GOOD, WARN, BAD, CALM = "green", "orange", "red", "blue"
+
+QUANTILES: Mapping[str, str] = MappingProxyType({"p50": "#5794F2", "p99": "#FF9830"})
+
+KV: Mapping[str, str] = MappingProxyType(
+    {"free": "#37872D", "cached": "#96D98D", "reserved": "#FADE2A", "used": "#FF9830"}
+)

@@ -1,0 +1,476 @@
+"""The alerts: one list, out of which both formats are written.
+
+Owns when an alert fires and where it leads. `docs/alerts/<name>.md` is the runbook of each. No
+value ever becomes a label: each value would be another alert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dashboards import links, names, queries
+from dashboards import variables as v
+from dashboards.boards.pieces import GENERATE
+from dashboards.rules import recordings as rec
+from dashboards.rules.timing import NOMINAL, Timing
+from dashboards.sdk import stable_id
+from pdtrace.inflight import ProcessState
+from pdtrace.slo import Slo
+from pdtrace.stages import Role
+
+PAGE_BURNS = (("1h", "5m", 14.4), ("6h", "30m", 6.0))
+TICKET_BURNS = (("1d", "2h", 3.0), ("3d", "6h", 1.0))
+"""Long window, short window, burn rate: 2, 5, 10 and 10 % of a budget of 30 days (the SRE
+workbook's table)."""
+
+LEAST_EVENTS = 20
+"""Fewer in the long window than this are no rate."""
+LEAST_RECENT, LEAST_BEFORE = 5, 20
+"""Fewer of a stage than this, in the recent window and in its baseline, are no mean."""
+STALLED_TIMES = 5
+STALLED_ABOVE_S = 0.1
+"""A stage is stalled when its mean is so many times its baseline, and so much above it."""
+STALLING_SHARE, STALLING_LEAST = 0.1, 5
+
+SILENT_S = 10
+"""How long a process that lives may go without its loop going round."""
+WAITING_EACH, IDLE_EACH = 2.0, 0.25
+"""Requests that wait for each worker of a pool: too many, and next to none."""
+LAG_S, POLL_AGE_S = 5, 10
+INCOMPLETE_SHARE = 0.01
+
+
+class Severity(StrEnum):
+    """What is asked of whoever is told."""
+
+    PAGE = "page"  # somebody looks now
+    TICKET = "ticket"  # somebody looks today
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alert:
+    """One alert.
+
+    expr      has series only while the condition holds; their labels become the alert's
+    hold      how long it has to hold, and `keep` how long the alert goes on after it ended
+    stage, worker  templates of these labels; None where the alert has none
+    board, panel   which panel shows it
+    chosen    variables of the board and their templates, for the link
+    """
+
+    name: str
+    expr: str
+    severity: Severity
+    hold: str
+    keep: str
+    summary: str
+    description: str
+    board: str
+    panel: str
+    stage: str | None = None
+    worker: str | None = None
+    chosen: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def panel_id(self) -> int:
+        return stable_id(self.panel)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        own = {"stage": self.stage, "worker": self.worker}
+        return {
+            "component": "pdtrace",
+            "severity": self.severity.value,
+            **{name: value for name, value in own.items() if value is not None},
+        }
+
+    @property
+    def annotations(self) -> dict[str, str]:
+        return {
+            "summary": self.summary,
+            "description": self.description,
+            "dashboard": links.alert_url(self.board, self.panel_id, **dict(self.chosen)),
+            "runbook": f"docs/alerts/{self.name}.md",
+        }
+
+
+def alerts(slo: Slo, timing: Timing = NOMINAL) -> tuple[Alert, ...]:
+    """Every alert."""
+    return (
+        *_burns(slo, timing),
+        _stage_by_worker(timing),
+        _stage_by_pair(timing),
+        _stalling(timing),
+        _oldest(slo, timing),
+        *_processes(timing),
+        _balance(timing),
+        _transfers(timing),
+        _leaks(timing),
+        *_telemetry(timing),
+    )
+
+
+# -- users -----------------------------------------------------------------------------------------
+
+_BURN_NAMES = {"ttft": "PDTtft", "token_gap": "PDTokenGap", "errors": "PDError"}
+_MODEL = f"{{{{ $labels.{names.MODEL} }}}}"
+
+
+def _burns(slo: Slo, timing: Timing) -> list[Alert]:
+    made: list[Alert] = []
+    for objective in rec.objectives(slo):
+        for kind, severity, burns, hold in (
+            ("Fast", Severity.PAGE, PAGE_BURNS, "2m"),
+            ("Slow", Severity.TICKET, TICKET_BURNS, "15m"),
+        ):
+            worst = burns[0][2]
+            made.append(
+                Alert(
+                    name=f"{_BURN_NAMES[objective.key]}BudgetBurn{kind}",
+                    expr="\nor\n".join(_burn(objective, *burn) for burn in burns),
+                    severity=severity,
+                    hold=timing.hold(hold),
+                    keep=timing.hold("5m"),
+                    summary=f"{_MODEL} uses up its budget for {objective.title} "
+                    + ("in days" if kind == "Fast" else "within the month"),
+                    description=f"{objective.promise} What misses it does so at "
+                    f"{worst:g} times the rate that the budget allows, or nearly so for longer.",
+                    board=links.OVERVIEW,
+                    panel=rec.burn_panel(objective),
+                    chosen=((v.MODEL, _MODEL),),
+                )
+            )
+    return made
+
+
+def _burn(objective: rec.Objective, long: str, short: str, rate: float) -> str:
+    """Both windows burn, and enough happened for a rate. The short one ends the alert soon."""
+    slo = queries.equal("slo", objective.key)
+    limit = f"{rate:g} * {objective.budget:g}"
+    return (
+        f"({queries.series(rec.error_ratio(long), slo)} > {limit}"
+        f"\n  and {queries.series(rec.error_ratio(short), slo)} > {limit}"
+        f"\n  and {queries.series(rec.events(long), slo)} >= {LEAST_EVENTS})"
+    )
+
+
+# -- stages ----------------------------------------------------------------------------------------
+
+
+def _above_baseline(mean: str, baseline: str) -> str:
+    return f"{mean} > {STALLED_TIMES} * {baseline}\n  and {mean} - {baseline} > {STALLED_ABOVE_S:g}"
+
+
+def _enough(histogram: str, by: tuple[str, ...], timing: Timing) -> str:
+    count = f"{histogram}_count"
+    recent = queries.number(count, by, timing.window(rec.RECENT))
+    baseline, age = timing.window(rec.BASELINE), timing.window(rec.BASELINE_AGE)
+    before = queries.total(f"increase({count}[{baseline}] offset {age})", by)
+    return (
+        f"  and on ({', '.join(by)}) {recent} >= {LEAST_RECENT}\n"
+        f"  and on ({', '.join(by)}) {before} >= {LEAST_BEFORE}"
+    )
+
+
+def _stage_by_worker(timing: Timing) -> Alert:
+    by = ("stage", "role", "instance")
+    return Alert(
+        name="PDStageStalledOnWorker",
+        expr=f"{_above_baseline(rec.STAGE_MEAN, rec.STAGE_BASELINE)}\n"
+        f"{_enough(names.STAGE_DURATION, by, timing)}",
+        severity=Severity.TICKET,
+        hold=timing.hold("2m"),
+        keep=timing.hold("5m"),
+        summary="{{ $labels.stage }} takes much longer than usual on {{ $labels.instance }}",
+        description=f"Its mean over {rec.RECENT} is more than {STALLED_TIMES} times that of the "
+        f"{rec.BASELINE} before, on this worker, and {STALLED_ABOVE_S:g} s above it.",
+        board=links.STAGES,
+        panel="Waits by worker",
+        stage="{{ $labels.stage }}",
+        worker="{{ $labels.instance }}",
+        chosen=((v.WORKER, "{{ $labels.instance }}"),),
+    )
+
+
+def _stage_by_pair(timing: Timing) -> Alert:
+    by = ("stage", "source", "destination")
+    return Alert(
+        name="PDStageStalledOnPair",
+        expr=f"{_above_baseline(rec.PAIR_MEAN, rec.PAIR_BASELINE)}\n"
+        f"{_enough(names.PAIR_STAGE_DURATION, by, timing)}",
+        severity=Severity.TICKET,
+        hold=timing.hold("2m"),
+        keep=timing.hold("5m"),
+        summary="{{ $labels.stage }} takes much longer than usual from {{ $labels.source }} to "
+        "{{ $labels.destination }}",
+        description=f"Its mean over {rec.RECENT} is more than {STALLED_TIMES} times that of the "
+        f"{rec.BASELINE} before, for this pair, and {STALLED_ABOVE_S:g} s above it.",
+        board=links.WORKERS,
+        panel="KV transfer by pair",
+        stage="{{ $labels.stage }}",
+        worker="{{ $labels.destination }}",
+        chosen=((v.WORKER, "{{ $labels.destination }}"),),
+    )
+
+
+def _stalling(timing: Timing) -> Alert:
+    window = timing.window("5m")
+    stalls = queries.number(names.STALLS, ("stage",), window)
+    finished = queries.number(names.FINISHED, (), window)
+    return Alert(
+        name="PDRequestsStalling",
+        expr=f"{stalls} >= {STALLING_LEAST}\n"
+        f"  and {stalls} / scalar({finished}) > {STALLING_SHARE:g}",
+        severity=Severity.TICKET,
+        hold=timing.hold("2m"),
+        keep=timing.hold("5m"),
+        summary="Many requests stall in {{ $labels.stage }}",
+        description=f"The verdict on more than {STALLING_SHARE:.0%} of the requests that finished "
+        "within 5m names this stage: it exceeded its own baseline, scaled to their tokens.",
+        board=links.STAGES,
+        panel="Requests by dominant stage",
+        stage="{{ $labels.stage }}",
+    )
+
+
+def _oldest(slo: Slo, timing: Timing) -> Alert:
+    generate = queries.equal("stage", GENERATE)
+    others = f'stage!="{GENERATE}"'
+    on_worker, anywhere = names.OPEN_OLDEST_BY_WORKER, names.OPEN_OLDEST
+
+    def too_old(metric: str) -> str:
+        return (
+            f"{queries.series(metric, others)} > {slo.oldest_s:g} "
+            f"or {queries.series(metric, generate)} > {slo.oldest_generate_s:g}"
+        )
+
+    blamed = f'label_replace({too_old(on_worker)}, "worker", "$1", "instance", "(.+)")'
+    return Alert(
+        name="PDOldestRequestTooOld",
+        # Where no worker is known to have to end the stage, by stage alone.
+        expr=f"{blamed}\nor\n(({too_old(anywhere)})\n  unless on (stage) ({too_old(on_worker)}))",
+        severity=Severity.PAGE,
+        hold=timing.hold("1m"),
+        keep=timing.hold("1m"),
+        summary="A request has been in {{ $labels.stage }} for too long",
+        description=f"Older in its stage than {slo.oldest_s:g} s ({slo.oldest_generate_s:g} s in "
+        f"{GENERATE}). Such a request has no trace yet.",
+        board=links.STAGES,
+        panel="Oldest open request by stage and worker",
+        stage="{{ $labels.stage }}",
+    )
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+def _processes(timing: Timing) -> tuple[Alert, ...]:
+    owner = ("role", "instance")
+    silent = queries.highest(names.PROGRESS_AGE, owner)
+    running = queries.total(names.RUNNING, owner)
+    steps = queries.number(names.STEPS, owner, timing.window("2m"))
+    lost = queries.highest(
+        queries.series(names.PROCESS_STATE, queries.equal("state", ProcessState.LOST.value)), owner
+    )
+    ready = f"min by (role, instance) ({names.PROCESS_READY})"
+    return (
+        Alert(
+            name="PDWorkerNotProgressing",
+            expr=f"{silent} > {SILENT_S}\nor\n({running} > 0 and {steps} == 0)",
+            severity=Severity.PAGE,
+            hold=timing.hold("1m"),
+            keep=timing.hold("1m"),
+            summary="{{ $labels.instance }} is up and does not progress",
+            description=f"Its loop has not gone round for more than {SILENT_S} s, or it has "
+            "requests in its batch and made no forward pass for 2m.",
+            board=links.WORKERS,
+            panel="Since the loop last went round",
+            worker="{{ $labels.instance }}",
+            chosen=((v.WORKER, "{{ $labels.instance }}"),),
+        ),
+        Alert(
+            name="PDProcessDown",
+            expr=f"{lost} == 1\nor\n{ready} == 0",
+            severity=Severity.PAGE,
+            hold=timing.hold("1m"),
+            keep=timing.hold("0s"),
+            summary="{{ $labels.instance }} is lost or not ready",
+            description="It was killed and nothing took its place, or the gateway gives it no "
+            "requests.",
+            board=links.OVERVIEW,
+            panel="Processes",
+            worker="{{ $labels.instance }}",
+            chosen=((v.WORKER, "{{ $labels.instance }}"),),
+        ),
+    )
+
+
+def _balance(timing: Timing) -> Alert:
+    """Requests queue for one pool while the other has next to none."""
+    window = timing.window("5m")
+
+    def each(stages: tuple[str, ...], role: Role) -> str:
+        queued = queries.series(names.OPEN, queries.any_of("stage", stages))
+        waiting = queries.total(f"avg_over_time({queued}[{window}])")
+        alive = queries.series(
+            names.PROCESS_STATE,
+            queries.equal("role", role.value),
+            queries.equal("state", ProcessState.ALIVE.value),
+        )
+        return f"{waiting} / {queries.total(alive)}"
+
+    prefill = each(("prefill.queue",), Role.PREFILL)
+    decode = each(("decode.reserve", "decode.queue"), Role.DECODE)
+
+    def short_of(full: str, idle: str, stage: str) -> str:
+        condition = f"{full} > {WAITING_EACH:g} and {idle} < {IDLE_EACH:g}"
+        return f'label_replace({condition}, "stage", "{stage}", "", "")'
+
+    return Alert(
+        name="PDPoolsOutOfBalance",
+        expr=f"{short_of(prefill, decode, 'prefill.queue')}\nor\n"
+        f"{short_of(decode, prefill, 'decode.reserve')}",
+        severity=Severity.TICKET,
+        hold=timing.hold("10m"),
+        keep=timing.hold("5m"),
+        summary="Requests queue in {{ $labels.stage }} while the other pool is idle",
+        description=f"On average over 5m more than {WAITING_EACH:g} requests wait for each worker "
+        f"of one pool, and less than {IDLE_EACH:g} for each of the other.",
+        board=links.STAGES,
+        panel="Open requests by stage",
+        stage="{{ $labels.stage }}",
+    )
+
+
+# -- KV --------------------------------------------------------------------------------------------
+
+
+def _transfers(timing: Timing) -> Alert:
+    failures = queries.number(names.COPY_FAILURES, ("source", "destination"), timing.window("10m"))
+    return Alert(
+        name="PDTransferFailing",
+        expr=f"{failures} > 0",
+        severity=Severity.TICKET,
+        hold=timing.hold("0s"),
+        keep=timing.hold("5m"),
+        summary="KV does not arrive from {{ $labels.source }} at {{ $labels.destination }}",
+        description="Within 10m at least one attempt ended in the hand-over of its KV.",
+        board=links.WORKERS,
+        panel="Failed hand-overs by pair",
+        stage="transfer",
+        worker="{{ $labels.destination }}",
+        chosen=((v.WORKER, "{{ $labels.destination }}"),),
+    )
+
+
+def _leaks(timing: Timing) -> Alert:
+    window = timing.window("10m")
+    owner = ("role", "instance")
+    kept_back = queries.highest(f"min_over_time({names.KV_HELD}[{window}])", owner)
+    idle = queries.highest(f"max_over_time({names.IN_FLIGHT}[{window}])", owner)
+    accounted = queries.total(f"{names.KV_PAGES} or {names.KV_HELD}", owner)
+    capacity = queries.highest(names.KV_CAPACITY, owner)
+    return Alert(
+        name="PDKvLeaking",
+        expr=f"min_over_time(({capacity} - {accounted})[{window}:]) > 0\nor\n"
+        f"({kept_back} > 0 and {idle} == 0)",
+        severity=Severity.TICKET,
+        hold=timing.hold("2m"),
+        keep=timing.hold("0s"),
+        summary="{{ $labels.instance }} keeps KV pages that no request holds",
+        description="For 10m some of its pages were neither free nor used, reserved, cached or "
+        "held back; or it held no request for 10m and pages were still held back.",
+        board=links.WORKERS,
+        panel="KV pages held back",
+        worker="{{ $labels.instance }}",
+        chosen=((v.WORKER, "{{ $labels.instance }}"),),
+    )
+
+
+# -- telemetry -------------------------------------------------------------------------------------
+
+
+def _telemetry(timing: Timing) -> tuple[Alert, ...]:
+    def job(name: str) -> str:
+        return queries.series(names.UP, queries.equal("job", name))
+
+    jobs = (job(name) for name in (names.AGENT_JOB, names.GATEWAY_JOB))
+    by_job = "\nor\n".join(f"{up} == 0\nor\nabsent({up})" for up in jobs)
+    window = timing.window("10m")
+    finished = queries.number(names.FINISHED, (), window)
+    root_calls = queries.series(names.SPAN_CALLS, *names.ROOT)
+    dropped = queries.number(names.AGENT_DROPPED, ("instance", "reason"), window)
+    unwritten = queries.number(names.AGENT_LINES_LOST, ("instance",), window)
+    faults = queries.number(names.AGENT_ERRORS, ("instance",), window)
+    missed = queries.number(
+        queries.series(names.AGENT_RECORDS, queries.any_of("what", ("missed", "torn"))),
+        ("instance", "what"),
+        window,
+    )
+    incomplete, ended = (
+        queries.number(name, ("instance",), window)
+        for name in (names.AGENT_INCOMPLETE, names.AGENT_REQUESTS)
+    )
+    return (
+        Alert(
+            name="PDTelemetryAbsent",
+            expr=by_job,
+            severity=Severity.PAGE,
+            hold=timing.hold("2m"),
+            keep=timing.hold("0s"),
+            summary="No metrics of {{ $labels.job }}",
+            description="Prometheus cannot scrape it, or knows no such target. Every other alert "
+            "is blind there.",
+            board=links.OVERVIEW,
+            panel="Telemetry",
+        ),
+        Alert(
+            name="PDSpanMetricsMissing",
+            expr=f"{finished} > {LEAST_EVENTS} unless (sum (rate({root_calls}[{window}])) > 0)",
+            severity=Severity.TICKET,
+            hold=timing.hold("5m"),
+            keep=timing.hold("0s"),
+            summary="Requests finish, and no span metrics say so",
+            description="The agents count finished requests and the collector's span metrics have "
+            "had none for 10m: traces do not arrive.",
+            board=links.OVERVIEW,
+            panel="Requests by dominant stage (span metrics)",
+        ),
+        Alert(
+            name="PDSpansLost",
+            expr="\nor\n".join(f"{lost} > 0" for lost in (dropped, unwritten, missed, faults)),
+            severity=Severity.TICKET,
+            hold=timing.hold("0s"),
+            keep=timing.hold("5m"),
+            summary="The agent {{ $labels.instance }} loses spans or records",
+            description="Within 10m spans were dropped, requests could not be written, records "
+            "were overwritten before they were read, or a fault of the agent cost some.",
+            board=links.OVERVIEW,
+            panel="Spans lost",
+        ),
+        Alert(
+            name="PDRequestsIncomplete",
+            expr=f"{incomplete} > 1 and {incomplete} / {ended} > {INCOMPLETE_SHARE:g}",
+            severity=Severity.TICKET,
+            hold=timing.hold("2m"),
+            keep=timing.hold("5m"),
+            summary="Traces of the agent {{ $labels.instance }} lack something",
+            description=f"Of more than {INCOMPLETE_SHARE:.0%} of the requests that finished within "
+            "10m some marks are missing. Verdicts on them are uncertain.",
+            board=links.OVERVIEW,
+            panel="Incomplete requests",
+        ),
+        Alert(
+            name="PDAgentLagging",
+            expr=f"{names.AGENT_LAG} > {LAG_S}\nor\n{names.AGENT_POLL_AGE} > {POLL_AGE_S}",
+            severity=Severity.TICKET,
+            hold=timing.hold("2m"),
+            keep=timing.hold("0s"),
+            summary="The agent {{ $labels.instance }} is behind",
+            description=f"It has not read the rings to their end for more than {LAG_S} s, or its "
+            f"loop has not gone round for {POLL_AGE_S} s. What it shows is old.",
+            board=links.OVERVIEW,
+            panel="Agent lag",
+        ),
+    )

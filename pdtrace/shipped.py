@@ -1,0 +1,84 @@
+"""Files that come with pdtrace and run elsewhere: dashboards, alert rules, collector files.
+
+Owns where they lie (`pdtrace/data`; in a checkout links to where they are made) and how they are
+written out; knows nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+
+from pdtrace.errors import PdtraceError
+
+
+class ShippedError(PdtraceError):
+    """Files are not there, or cannot be written; the message says which."""
+
+    code = "shipped_error"
+
+
+class Shipped(StrEnum):
+    """What can be written out."""
+
+    DASHBOARDS = "dashboards"
+    RULES = "rules"
+    COLLECTOR = "collector"
+
+
+DATA = Path(__file__).resolve().parent / "data"
+
+_FOLDERS: Mapping[Shipped, tuple[tuple[Path, str], ...]] = MappingProxyType(
+    {
+        Shipped.DASHBOARDS: ((DATA / "generated" / "boards", ""),),
+        Shipped.RULES: (
+            (DATA / "generated" / "prometheus", "prometheus"),
+            (DATA / "generated" / "grafana", "grafana"),
+        ),
+        Shipped.COLLECTOR: ((DATA / "collector", ""),),
+    }
+)
+
+
+def files(what: Shipped) -> Iterator[tuple[Path, bytes]]:
+    """Each file's path below the folder that it is to be written to, and what is in it.
+
+    Raises ShippedError where the installation lacks them.
+    """
+    for folder, below in _FOLDERS[what]:
+        found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        if not found:
+            raise ShippedError(
+                f"this installation has no {what.value} ({folder}); install pdtrace from a wheel, "
+                "or run it in a complete checkout"
+            )
+        for path in found:
+            yield Path(below) / path.relative_to(folder), path.read_bytes()
+
+
+def write(what: Shipped, folder: Path, *, replace: bool = False) -> list[Path]:
+    """Writes them below `folder`, which is made; returns their paths.
+
+    Nothing is written where a file of other content is in the way, unless `replace`.
+
+    Raises ShippedError.
+    """
+    wanted = [(folder / path, content) for path, content in files(what)]
+    try:
+        changed = [
+            path for path, content in wanted if path.exists() and path.read_bytes() != content
+        ]
+        if changed and not replace:
+            others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise ShippedError(
+                f"{changed[0]}{others} would be overwritten and differs; give another directory, "
+                "or --force"
+            )
+        for path, content in wanted:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    except OSError as error:
+        raise ShippedError(f"{error.filename or folder}: {error.strerror or error}") from error
+    return [path for path, _ in wanted]

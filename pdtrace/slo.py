@@ -1,0 +1,72 @@
+"""Service-level objectives: the limits that requests are held to. One home for all who use them.
+
+Owns the settings and their checks; knows nothing of how they are measured, drawn or alerted on.
+Pure but for `read_slo`, which reads one file.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+
+from pdtrace.errors import PdtraceError
+
+
+class SloError(PdtraceError):
+    """A setting is out of range, or its file cannot be read; the message names it."""
+
+    code = "bad_slo"
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is promised. Seconds; objectives are shares of what is counted, between 0 and 1.
+
+    ttft_s               first request byte to first content byte, of a request that streams
+    ttft_objective       share of requests that keep it
+    token_gap_s          time between two writes of content
+    token_gap_objective  share of gaps, pooled over requests, that keep it
+    error_objective      share of admitted requests that nobody cancelled and that are completed
+    oldest_s             age at which a request in flight is too old for its stage
+    oldest_generate_s    the same where the answer is generated: its length is the caller's choice
+    """
+
+    ttft_s: float = 1.25
+    ttft_objective: float = 0.99
+    token_gap_s: float = 0.2
+    token_gap_objective: float = 0.99
+    error_objective: float = 0.999
+    oldest_s: float = 30.0
+    oldest_generate_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "token_gap_s", "oldest_s", "oldest_generate_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value!r}; it must be a number of seconds above 0")
+        for name in ("ttft_objective", "token_gap_objective", "error_objective"):
+            value = getattr(self, name)
+            if not 0 < value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a share between 0 and 1")
+
+    @property
+    def thresholds_s(self) -> tuple[float, float]:
+        """What has to be an edge of the histograms, so that nothing is guessed between two."""
+        return (self.ttft_s, self.token_gap_s)
+
+
+DEFAULT_SLO = Slo()
+
+
+def read_slo(path: Path) -> Slo:
+    """Settings out of a TOML file with the names of `Slo`; what it leaves out is the default.
+
+    Raises SloError.
+    """
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=Slo)
+    except OSError as error:
+        raise SloError(f"{path}: {error.strerror or error}") from error
+    except (msgspec.DecodeError, ValueError) as error:
+        raise SloError(f"{path}: {error}") from error

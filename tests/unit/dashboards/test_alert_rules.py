@@ -1,0 +1,283 @@
+"""The alerts as promtool sees them: each fires, its healthy twin does not, and it resolves."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.samples import Sample
+
+from dashboards import names, promql
+from dashboards.build import GENERATED
+from dashboards.rules import grafana, prometheus
+from dashboards.rules.alerts import Alert, Severity, alerts
+from dashboards.rules.recordings import recordings
+from dashboards.rules.timing import Timing, duration, seconds
+from pdtrace.slo import DEFAULT_SLO
+from pdtrace.stages import Outcome
+from tests.support import expositions
+from tests.support.marked_requests import (
+    TRANSFER,
+    aborted,
+    completed,
+    pd_moments,
+    request_of,
+    until,
+)
+from tests.support.programs import program
+
+RULES = GENERATED / "prometheus" / "pdtrace.rules.yml"
+TESTS = GENERATED.parent / "rules" / "tests"
+ALERTS = alerts(DEFAULT_SLO)
+
+each_alert = pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+
+
+def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [program("promtool"), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+
+
+def test_promtool_accepts_the_rules() -> None:
+    checked = promtool("check", "rules", "--lint=all", "--lint-fatal", RULES)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@each_alert
+def test_alert_fires_spares_its_healthy_twin_and_resolves(alert: Alert) -> None:
+    tested = promtool("test", "rules", TESTS / f"{alert.name}.yml")
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+@each_alert
+def test_each_alert_is_tested_before_while_and_after(alert: Alert) -> None:
+    """So that the test above cannot pass with nothing in it."""
+    told = yaml.safe_load((TESTS / f"{alert.name}.yml").read_text())["tests"][0]
+    own = [case for case in told["promql_expr_test"] if f'"{alert.name}"' in case["expr"]]
+    assert [bool(case["exp_samples"]) for case in own][-2:] == [True, False]
+    if "BudgetBurnSlow" not in alert.name:
+        assert own[0]["exp_samples"] == []
+    assert len(told["input_series"]) > 1
+
+
+def test_no_test_is_left_of_an_alert_that_is_gone() -> None:
+    assert {path.stem for path in TESTS.glob("*.yml")} == {alert.name for alert in ALERTS}
+
+
+# -- ALR-01 and ALR-02: what a real start exposes, and next to no traffic --------------------------
+
+
+def series_of(
+    before: Iterable[Sample], after: Iterable[Sample], *, job: str, target: str
+) -> list[dict[str, str]]:
+    """Scraped samples as promtool reads them: for ten minutes `before`, from then on `after`."""
+    values = {key(sample): sample.value for sample in before}
+    made: list[dict[str, str]] = []
+    for sample in after:
+        labels = {"job": job, "instance": target, **sample.labels}  # honor_labels
+        told = ",".join(f'{name}="{value}"' for name, value in sorted(labels.items()))
+        first = f"{values[key(sample)]:g}x20" if key(sample) in values else "_x20"
+        made.append(
+            {"series": f"{sample.name}{{{told}}}", "values": f"{first} {sample.value:g}x120"}
+        )
+    return made
+
+
+def key(sample: Sample) -> tuple[str, tuple[tuple[str, str], ...]]:
+    return sample.name, tuple(sorted(sample.labels.items()))
+
+
+def up(job: str, target: str) -> dict[str, str]:
+    return {"series": f'up{{job="{job}",instance="{target}"}}', "values": "1x142"}
+
+
+def alerts_over_an_hour(tmp_path: Path, series: list[dict[str, str]]) -> str:
+    """What promtool says to "no alert is as much as pending", every five minutes."""
+    none = [
+        {"expr": "ALERTS", "eval_time": f"{minute}m", "exp_samples": []}
+        for minute in range(0, 71, 5)
+    ]
+    tests = [{"interval": "30s", "input_series": series, "promql_expr_test": none}]
+    document = {"rule_files": [str(RULES)], "evaluation_interval": "30s", "tests": tests}
+    path = tmp_path / "test.yml"
+    path.write_text(yaml.safe_dump(document))
+    tested = promtool("test", "rules", path)
+    return "" if tested.returncode == 0 else tested.stdout + tested.stderr
+
+
+AGENT, GATEWAY = "127.0.0.1:9464", "127.0.0.1:8321"
+UP = [up(names.AGENT_JOB, AGENT), up(names.GATEWAY_JOB, GATEWAY)]
+
+
+@pytest.mark.case("ALR-02")
+def test_nothing_fires_after_a_fresh_start(tmp_path: Path) -> None:
+    """Series that come with the first request are not there, the others are 0."""
+    agent = expositions.agent_samples(expositions.fresh_agent())
+    gateway = expositions.gateway_samples(expositions.fresh_gateway())
+    series = [
+        *UP,
+        *series_of(agent, agent, job=names.AGENT_JOB, target=AGENT),
+        *series_of(gateway, gateway, job=names.GATEWAY_JOB, target=GATEWAY),
+    ]
+    assert len(series) > 200
+    assert alerts_over_an_hour(tmp_path, series) == ""
+
+
+@pytest.mark.case("ALR-02")
+def test_only_missing_targets_fire_where_nothing_is_scraped(tmp_path: Path) -> None:
+    every_minute = [
+        {
+            "expr": 'count by (alertname, job) (ALERTS{alertstate="firing"})',
+            "eval_time": f"{minute}m",
+            "exp_samples": [
+                {"labels": f'{{alertname="PDTelemetryAbsent",job="{job}"}}', "value": 1}
+                for job in (names.AGENT_JOB, names.GATEWAY_JOB)
+            ],
+        }
+        for minute in range(5, 60, 5)
+    ]
+    document = {
+        "rule_files": [str(RULES)],
+        "evaluation_interval": "30s",
+        "tests": [
+            {
+                "interval": "30s",
+                "input_series": [{"series": 'up{job="other"}', "values": "1x120"}],
+                "promql_expr_test": every_minute,
+            }
+        ],
+    }
+    path = tmp_path / "test.yml"
+    path.write_text(yaml.safe_dump(document))
+    tested = promtool("test", "rules", path)
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+@pytest.mark.case("ALR-01")
+@pytest.mark.parametrize("what", ["no traffic", "one request", "one failed request"])
+def test_next_to_no_traffic_alerts_nobody(tmp_path: Path, what: str) -> None:
+    """Quantiles and ratios of nothing are not a number, and one request is no rate: documented in
+    docs/dashboards.md. Buckets are all zero before."""
+    agent, gateway = expositions.fresh_agent(), expositions.fresh_gateway()
+    before = expositions.agent_samples(agent), expositions.gateway_samples(gateway)
+    if what == "one request":
+        expositions.serve(agent, request_of(pd_moments()))
+        expositions.serve_at_gateway(gateway)
+    elif what == "one failed request":
+        failed = [
+            *until(pd_moments(), 1_200),
+            aborted(TRANSFER, 1_200, "failed", "engine_error", "prefill-0"),
+            completed(9_000_000, "failed", "engine_error", "prefill-0", 500),
+        ]
+        expositions.serve(agent, request_of(failed))
+        expositions.serve_at_gateway(gateway, Outcome.FAILED)
+    finished = int(what != "no traffic")
+    after = (
+        expositions.agent_samples(agent, finished=finished),
+        expositions.gateway_samples(gateway),
+    )
+    if finished:
+        assert after[0] != before[0]
+        assert after[1] != before[1]
+    series = [
+        *UP,
+        *series_of(before[0], after[0], job=names.AGENT_JOB, target=AGENT),
+        *series_of(before[1], after[1], job=names.GATEWAY_JOB, target=GATEWAY),
+    ]
+    assert alerts_over_an_hour(tmp_path, series) == ""
+
+
+# -- the objects -----------------------------------------------------------------------------------
+
+
+@each_alert
+def test_alert_leads_somewhere_and_never_labels_a_value(alert: Alert) -> None:
+    assert {"component", "severity"} <= set(alert.labels)
+    assert not [value for value in alert.labels.values() if "$value" in value]
+    assert set(alert.annotations) == {"summary", "description", "dashboard", "runbook"}
+    assert "$value" not in "".join(alert.annotations.values())
+    assert alert.annotations["dashboard"].startswith(f"/d/{alert.board}?viewPanel=")
+
+
+def test_causes_make_no_more_noise_than_users_do() -> None:
+    """Who is paged: users suffer, or something stands still."""
+    paged = {alert.name for alert in ALERTS if alert.severity is Severity.PAGE}
+    assert paged == {
+        "PDTtftBudgetBurnFast",
+        "PDTokenGapBudgetBurnFast",
+        "PDErrorBudgetBurnFast",
+        "PDOldestRequestTooOld",
+        "PDWorkerNotProgressing",
+        "PDProcessDown",
+        "PDTelemetryAbsent",
+    }
+
+
+def test_shorter_timing_shrinks_every_window_and_no_name() -> None:
+    short = Timing(scale=1 / 60)
+    nominal = yaml.safe_load(prometheus.rule_file(recordings(DEFAULT_SLO), ALERTS))
+    shrunk = yaml.safe_load(
+        prometheus.rule_file(recordings(DEFAULT_SLO, short), alerts(DEFAULT_SLO, short), short)
+    )
+    for before, after in zip(rules_of(nominal), rules_of(shrunk), strict=True):
+        assert before.get("record") == after.get("record")
+        assert before.get("alert") == after.get("alert")
+        assert promql.parse(after["expr"]) == promql.parse(before["expr"])
+        for long, brief in zip(windows(before["expr"]), windows(after["expr"]), strict=True):
+            assert seconds(brief) < seconds(long)
+            assert seconds(brief) >= short.least_s
+    assert seconds(shrunk["groups"][0]["interval"]) < seconds(nominal["groups"][0]["interval"])
+
+
+def rules_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [rule for group in document["groups"] for rule in group["rules"]]
+
+
+def windows(expr: str) -> list[str]:
+    return re.findall(r"\[(\d+[smhd]):?\]", expr)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_s"), [("20s", 20), ("5m", 300), ("6h", 21_600), ("3d", 259_200)]
+)
+def test_durations_are_read_and_written_alike(text: str, is_s: int) -> None:
+    assert seconds(text) == is_s
+    assert duration(is_s) == text
+
+
+def test_grafana_managed_rules_are_the_same_alerts() -> None:
+    [group] = yaml.safe_load(grafana.rule_file(ALERTS))["groups"]
+    rules = {rule["title"]: rule for rule in group["rules"]}
+    assert list(rules) == [alert.name for alert in ALERTS]
+    assert len({rule["uid"] for rule in rules.values()}) == len(ALERTS)
+    for alert in ALERTS:
+        rule = rules[alert.name]
+        query, threshold = rule["data"]
+        inner = promql.parse(query["model"]["expr"])
+        assert isinstance(inner, promql.Aggregation)
+        assert inner.op == "group"
+        assert inner.inner == promql.parse(alert.expr)
+        assert threshold["model"]["expression"] == query["refId"]
+        assert rule["condition"] == threshold["refId"]
+        assert rule["dashboardUid"] == alert.board
+        assert rule["for"] == alert.hold
+        # Provisioning expands a single $ in labels, and leaves annotations alone.
+        assert {n: v.replace("$$", "$") for n, v in rule["labels"].items()} == alert.labels
+        assert not re.search(r"(?<!\$)\$(?!\$)", "".join(rule["labels"].values()))
+        assert rule["annotations"] == alert.annotations
+
+
+def test_grafana_gets_one_for_each_series_also_where_the_value_is_zero() -> None:
+    """`up == 0` has the value 0, and a threshold on it would never be reached."""
+    expr = grafana.rule_file(ALERTS)
+    assert expr.count("group without () (") == len(ALERTS)
