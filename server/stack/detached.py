@@ -17,6 +17,9 @@ _POLL_S = 0.05
 _STATE, _STARTED = 0, 19
 """Fields of /proc/PID/stat behind the name: the state, and ticks since the boot at the start."""
 
+_started_here: dict[int, subprocess.Popen[bytes]] = {}
+"""Children of this process, which has to take note of their end."""
+
 
 class Identity(msgspec.Struct, frozen=True):
     """Of one process of this boot."""
@@ -39,8 +42,9 @@ def start(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    ticks = _started_ticks(process.pid)
+    _started_here[process.pid] = process
     # Until it is waited for, an ended child keeps its pid: this identity is never another's.
+    ticks = _started_ticks(process.pid)
     return Identity(process.pid, -1 if ticks is None else ticks)
 
 
@@ -88,8 +92,7 @@ def _started_ticks(pid: int) -> int | None:
 
 
 def _reap(pid: int) -> None:
-    """An ended child of this process is let go."""
-    try:
-        os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        return
+    """A child of this process that ended is let go."""
+    process = _started_here.get(pid)
+    if process is not None and process.poll() is not None:
+        del _started_here[pid]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ from pdtrace.analysis.time_range import TraceQuery
 from pdtrace.otlp.jaeger_json import decode_jaeger
 from pdtrace.spans import Span
 from pdtrace.stages import CHAINS, STAGE_BY_NAME, Mode
-from server.injection.fault import Place, Raise
+from server.injection.fault import Corrupt, Damage
 from tests.integration.conftest import FAST_FAKE
 from tests.support.injection import clear, inject
 from tests.support.jaeger_critical_path import critical_path
@@ -191,8 +192,15 @@ def test_monitor_answers_for_each_service(traffic: Traffic, service: str) -> Non
             if (value := point["gaugeValue"]["doubleValue"]) not in {"NaN", None} and value > 0
         ]
 
-    wait_for(lambda: points("calls"), f"request rate of {service}")
-    latencies = wait_for(lambda: points("latencies", quantile="0.95"), f"latency of {service}")
+    def points_while_asked(kind: str, **more: str) -> list[float]:
+        """A rate needs a counter that grows while Prometheus looks."""
+        assert complete(traffic.server, "more").status_code == 200
+        return points(kind, **more)
+
+    wait_for(lambda: points_while_asked("calls"), f"request rate of {service}")
+    latencies = wait_for(
+        lambda: points_while_asked("latencies", quantile="0.95"), f"latency of {service}"
+    )
     assert all(0 < value < 60_000 for value in latencies)
     # Nothing failed: an answer without a point above 0.
     assert points("errors") == []
@@ -216,22 +224,27 @@ def test_pdtrace_reads_jaeger(traffic: Traffic) -> None:
     assert (nothing.returncode, "looked through" in nothing.stderr) == (2, True)
     # As much as the recording on this host holds, to the nanosecond.
     ours = read_jaeger(url, TraceQuery(wanted=trace_id)).traces[trace_id]
-    here = json.loads(
-        pdtrace("why", "everywhere", "--from", str(traffic.server.run_dir), "--json").stdout
-    )["requests"][0]
-    there = json.loads(pdtrace("why", "everywhere", "--from", url, "--json").stdout)["requests"][0]
-    assert here["stages"] == there["stages"]
+    here, there = (parts_of("everywhere", source) for source in (traffic.server.run_dir, url))
+    assert here == there
     assert {span.resource.service_name for span in ours} == SERVICES
+
+
+def parts_of(request_id: str, source: Path | str) -> list[tuple[str, int]]:
+    """Stages and nanoseconds, as `pdtrace why` tells them."""
+    shown = pdtrace("why", request_id, "--from", str(source), "--json")
+    assert shown.returncode == 0, shown.stderr
+    [request] = json.loads(shown.stdout)["requests"]
+    return [(part["stage"], part["ns"]) for part in request["parts"]]
 
 
 def test_failed_cancelled_retried_and_lost_requests_are_kept(traffic: Traffic) -> None:
     server, stack = traffic.server, traffic.stack
-    inject(server, Raise(at="transfer", place=Place.COPY))
+    inject(server, Corrupt(copy=Damage.SHORT))
     assert complete(server, "retried").status_code == 200
     clear(server)
     with pytest.raises(httpx.ReadTimeout):
         complete(server, "left", stalls="decode.queue=30000", timeout_s=1.0)
-    inject(server, Raise(at="transfer", place=Place.COPY, count=None))
+    inject(server, Corrupt(copy=Damage.SHORT, count=None))
     failed = complete(server, "failed")
     assert failed.status_code >= 500
     clear(server)
