@@ -57,7 +57,7 @@ loadgen: setup ## create or update .venv-loadgen: aiperf, which the tests run ag
 	@.ci/loadgen
 
 stack: setup ## install and start Jaeger, Prometheus and Alertmanager; servers started later join them
-	@.ci/programs
+	@.ci/programs stack
 	@$(VENV)/python -m server stack up $(STACK_ARGS)
 
 stack-down: setup ## stop what make stack started; its data stay in run/stack

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,14 @@ from typing import Any
 import httpx
 import pytest
 
+from pdtrace import semconv as a
+from pdtrace.analysis.attributes import text
 from pdtrace.analysis.jaeger import read_jaeger
+from pdtrace.analysis.placement import is_root
+from pdtrace.analysis.sources import read_source
 from pdtrace.analysis.time_range import TraceQuery
 from pdtrace.otlp.jaeger_json import decode_jaeger
-from pdtrace.spans import Span
+from pdtrace.spans import Span, StatusCode
 from pdtrace.stages import CHAINS, STAGE_BY_NAME, Mode
 from server.injection.fault import Corrupt, Damage
 from tests.integration.conftest import FAST_FAKE
@@ -41,10 +45,10 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(420)]
 
 HEALTHY = 12
 STALL_MS = 800
-STALLED = ("gateway.queue", "decode.reserve", "prefill.queue", "prefill.compute", "transfer",
-           "decode.queue", "decode.generate")  # fmt: skip
 SERVICES = {"pd-gateway", "pd-prefill", "pd-transfer", "pd-decode"}
 CHAIN = [stage.name for stage in CHAINS[Mode.PD]]
+SLO_TTFT_S, SLO_GAP_S = 1.25, 0.2
+"""As in `collector/jaeger.yaml`."""
 ALERT = "RequestHeld"
 RULES = {
     "groups": [
@@ -89,21 +93,44 @@ def traffic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traffic]:
             with running_server(folder / "run", *joined, model=FAST_FAKE) as server:
                 for number in range(HEALTHY):
                     assert complete(server, f"healthy-{number}").status_code == 200
-                for stage in STALLED:
+                for stage in CHAIN:
                     answer = complete(server, f"in-{stage}", stalls=f"{stage}={STALL_MS}")
                     assert answer.status_code == 200
                 every = ", ".join(
                     f"{stage}={STALL_MS * 2 if stage == 'decode.queue' else 20}" for stage in CHAIN
                 )
                 assert complete(server, "everywhere", stalls=every).status_code == 200
-                yield Traffic(stack, server, webhook, HEALTHY + len(STALLED) + 1)
+                yield Traffic(stack, server, webhook, HEALTHY + len(CHAIN) + 1)
 
 
 def spans_of(trace: dict[str, Any]) -> list[Span]:
     return decode_jaeger(json.dumps({"data": [trace]}).encode()).spans
 
 
-@pytest.mark.parametrize("stage", STALLED)
+def request_id_of(spans: Sequence[Span]) -> str | None:
+    return next((text(s.attributes, a.REQUEST_ID) for s in spans if is_root(s)), None)
+
+
+def is_notable(spans: Sequence[Span]) -> bool:
+    """Whether a request has to be kept."""
+    for span in spans:
+        own = span.attributes
+        odd = (a.STALL_STAGE, a.INCOMPLETE, a.VIOLATION)
+        ttft_s, gap_s = own.get(a.TTFT_SECONDS.key, 0.0), own.get(a.GAP_SECONDS.key, 0.0)
+        assert isinstance(ttft_s, float)
+        assert isinstance(gap_s, float)
+        if (
+            text(own, a.OUTCOME) not in {None, "completed"}
+            or span.status is StatusCode.ERROR
+            or any(attr.key in own for attr in odd)
+            or (own.get(a.STREAM.key) is True and ttft_s > SLO_TTFT_S)
+            or gap_s > SLO_GAP_S
+        ):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("stage", CHAIN)
 def test_whole_trace_of_a_stalled_request_is_in_jaeger(traffic: Traffic, stage: str) -> None:
     trace = traffic.stack.wait_for_trace(f"in-{stage}")
     assert {process["serviceName"] for process in trace["processes"].values()} == SERVICES
@@ -121,7 +148,8 @@ def test_whole_trace_of_a_stalled_request_is_in_jaeger(traffic: Traffic, stage: 
         service = trace["processes"][span["processID"]]["serviceName"]
         known = STAGE_BY_NAME.get(span["operationName"])
         assert known is None or service in {role.service_name for role in known.roles}
-    assert tags(roots[0])["pd.stall.stage"].startswith(stage.split(".", maxsplit=1)[0])
+    blamed = STAGE_BY_NAME[tags(roots[0])["pd.stall.stage"]]
+    assert stage in {blamed.name, blamed.within}
 
     # By trace id, both APIs tell the same.
     trace_id = trace["traceID"]
@@ -151,16 +179,24 @@ def test_critical_path_by_jaegers_rule_visits_every_stage(traffic: Traffic) -> N
 def test_what_is_normal_is_measured_though_not_kept(traffic: Traffic) -> None:
     stack = traffic.stack
     stack.wait_for_trace("everywhere")  # decided after the others
-    for number in range(HEALTHY):
-        assert stack.jaeger_traces(f"healthy-{number}") == []
+    recorded = {
+        timeline_id: trace.spans
+        for trace in read_source(traffic.server.run_dir).traces
+        if (timeline_id := request_id_of(trace.spans)) is not None
+    }
+    # On a busy machine a request may be slow though nobody held it up.
+    healthy = [f"healthy-{number}" for number in range(HEALTHY)]
+    normal = [name for name in healthy if not is_notable(recorded[name])]
+    assert normal
+    for name in healthy:
+        assert bool(stack.jaeger_traces(name)) == (name not in normal), name
     gateway = 'service_name="pd-gateway",span_kind="SPAN_KIND_SERVER"'
     calls = f"sum(traces_span_metrics_calls_total{{{gateway}}})"
     wait_for(lambda: (stack.value(calls) or 0) >= traffic.asked, "every request in span metrics")
-    for stage in STALLED:
-        series = stack.query(
-            f'traces_span_metrics_calls_total{{pd_stall_stage=~"{stage.split(".")[0]}.*"}}'
-        )
-        assert series, stage
+    for stage in CHAIN:
+        within = [name for name, one in STAGE_BY_NAME.items() if stage in {name, one.within}]
+        blamed = "|".join(name.replace(".", "[.]") for name in within)
+        assert stack.query(f'traces_span_metrics_calls_total{{pd_stall_stage=~"{blamed}"}}'), stage
 
 
 def test_exemplars_lead_to_traces_that_are_there(traffic: Traffic) -> None:
@@ -248,6 +284,8 @@ def test_failed_cancelled_retried_and_lost_requests_are_kept(traffic: Traffic) -
     failed = complete(server, "failed")
     assert failed.status_code >= 500
     clear(server)
+    late = complete(server, "late", stalls="prefill.queue=2000", stream=True)
+    assert late.status_code == 200
 
     def root(request_id: str) -> dict[str, Any]:
         trace = stack.wait_for_trace(request_id)
@@ -256,6 +294,7 @@ def test_failed_cancelled_retried_and_lost_requests_are_kept(traffic: Traffic) -
     assert root("retried")["pd.attempt"] == 2
     assert root("left")["pd.outcome"] == "cancelled"
     assert root("failed")["pd.outcome"] == "failed"
+    assert root("late")["pd.ttft"] > SLO_TTFT_S
 
     # A worker is killed with a request that streams: nobody can answer for it.
     with server.client() as client, client.stream(
@@ -274,6 +313,12 @@ def test_failed_cancelled_retried_and_lost_requests_are_kept(traffic: Traffic) -
     trace = stack.wait_for_trace("lost")
     outcomes = {tags(span).get("pd.outcome") for span in trace["spans"]}
     assert "lost" in outcomes, outcomes
+
+    # Each for its own reason.
+    sampled = "otelcol_processor_tail_sampling_count_traces_sampled_total"
+    for policy in ("not-completed", "retried", "slow-for-its-stage", "slo-missed"):
+        count = f'sum({sampled}{{policy="{policy}",sampled="true"}})'
+        wait_for(lambda promql=count: (stack.value(promql) or 0) >= 1, f"kept as {policy}")
 
 
 def test_alert_goes_from_pending_to_the_webhook_and_is_resolved(traffic: Traffic) -> None:
