@@ -25,6 +25,7 @@ from tests.support.real_stack import need_programs
 
 ROOT = COLLECTOR.parent
 ONE_HOST = ("jaeger.yaml", "otel-collector.yaml")
+SAMPLING = (*ONE_HOST, "scale/2-sampler.yaml")
 OF_JAEGER = sorted(
     str(path.relative_to(COLLECTOR))
     for path in COLLECTOR.rglob("*.yaml")
@@ -123,7 +124,7 @@ def test_compose_mounts_what_is_there() -> None:
     assert f"--agent-port={agent.split(':')[1]}" in compose["services"]["server"]["command"]
 
 
-@pytest.mark.parametrize("name", ONE_HOST)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_span_metrics_have_the_projects_buckets_and_dimensions(name: str) -> None:
     metrics = read(name)["connectors"]["spanmetrics"]
     buckets = metrics["histogram"]["explicit"]["buckets"]
@@ -137,16 +138,16 @@ def test_span_metrics_have_the_projects_buckets_and_dimensions(name: str) -> Non
     ]
 
 
-@pytest.mark.parametrize("name", ONE_HOST)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_every_span_is_measured_before_any_is_sampled_away(name: str) -> None:
     pipelines = read(name)["service"]["pipelines"]
     assert "spanmetrics" in pipelines["traces/in"]["exporters"]
     assert "tail_sampling" not in pipelines["traces/in"]["processors"]
-    assert pipelines["traces/store"]["receivers"] == ["forward"]
-    assert "tail_sampling" in pipelines["traces/store"]["processors"]
+    behind = [one for one in pipelines.values() if one["receivers"] == ["forward"]]
+    assert ["tail_sampling" in one["processors"] for one in behind] == [True]
 
 
-@pytest.mark.parametrize("name", ONE_HOST)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_tail_sampling_waits_longer_than_a_request_may_take_and_names_what_exists(
     name: str,
 ) -> None:
@@ -168,6 +169,34 @@ def test_collector_and_jaeger_measure_and_sample_alike() -> None:
     jaeger, collector = (read(name) for name in ONE_HOST)
     for part in ("receivers", "connectors", "processors"):
         assert jaeger[part] == collector[part], part
+
+
+def test_sampler_of_many_hosts_measures_and_samples_as_one_host_does() -> None:
+    one, many = read("jaeger.yaml"), read("scale/2-sampler.yaml")
+    assert one["connectors"] == many["connectors"]
+    assert one["processors"]["tail_sampling"] == many["processors"]["tail_sampling"]
+
+
+def test_load_balancer_sends_each_trace_to_one_sampler_and_uses_what_it_defines() -> None:
+    """No program here has its exporter: the structure is all that is checked."""
+    balancer = read("scale/1-loadbalancer.yaml")
+    exporter = balancer["exporters"]["loadbalancing"]
+    assert exporter["routing_key"] == "traceID"
+    port = exporter["resolver"]["dns"]["port"]
+    sampler = read("scale/2-sampler.yaml")["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"]
+    assert sampler.endswith(f":{port}")
+    assert set(balancer["service"]["extensions"]) == set(balancer["extensions"])
+    for pipeline in balancer["service"]["pipelines"].values():
+        for part in ("receivers", "processors", "exporters"):
+            assert set(pipeline[part]) == set(balancer[part]), part
+
+
+def test_what_goes_into_kafka_comes_out() -> None:
+    sent = read("scale/2-sampler.yaml")["exporters"]["kafka"]
+    for name in ("scale/3-ingester-clickhouse.yaml", "scale/3-ingester-elasticsearch.yaml"):
+        received = read(name)["receivers"]["kafka"]
+        for key in ("brokers", "traces", "protocol_version"):
+            assert sent[key] == received[key], key
 
 
 def test_prometheus_scrapes_what_servers_and_stack_name() -> None:
