@@ -92,9 +92,11 @@ def traffic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traffic]:
             joined = ("--stack", str(stack.folder), "--allow-faults", "--decode", "2")
             with running_server(folder / "run", *joined, model=FAST_FAKE) as server:
                 for number in range(HEALTHY):
-                    assert complete(server, f"healthy-{number}").status_code == 200
+                    answer = complete(server, f"healthy-{number}", stream=True)
+                    assert answer.status_code == 200
                 for stage in CHAIN:
-                    answer = complete(server, f"in-{stage}", stalls=f"{stage}={STALL_MS}")
+                    stalls = f"{stage}={STALL_MS}"
+                    answer = complete(server, f"in-{stage}", stalls=stalls, stream=True)
                     assert answer.status_code == 200
                 every = ", ".join(
                     f"{stage}={STALL_MS * 2 if stage == 'decode.queue' else 20}" for stage in CHAIN
