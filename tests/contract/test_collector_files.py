@@ -15,8 +15,10 @@ import jsonschema_rs
 import pytest
 import yaml
 
+from dashboards.names import DIMENSIONS
 from pdtrace import semconv as a
-from pdtrace.agent.buckets import DURATION_EDGES_S
+from pdtrace.agent.buckets import DURATION_EDGES_S, edge_of
+from pdtrace.slo import DEFAULT_SLO
 from pdtrace.stages import Outcome
 from server.config import Settings
 from server.stack.plan import AGENT_JOB, COLLECTOR_JOB, GATEWAY_JOB, SPANS_JOB, with_webhook
@@ -113,7 +115,9 @@ def test_compose_mounts_what_is_there() -> None:
     for service in compose["services"].values():
         for volume in service.get("volumes", ()):
             source = volume.split(":")[0]
-            if source.startswith(("./", "../")) and "generated" not in source:
+            if source.startswith("${"):
+                source = volume[volume.index(":-") + 2 :].split(":")[0].replace("}", "")
+            if source.startswith(("./", "../")):
                 assert (COLLECTOR / source).exists(), source
             elif not source.startswith("."):
                 assert source in compose["volumes"]
@@ -133,9 +137,10 @@ def test_span_metrics_have_the_projects_buckets_and_dimensions(name: str) -> Non
     assert metrics["namespace"] == "traces.span.metrics"
     assert metrics["exemplars"]["enabled"]
     assert [dimension["name"] for dimension in metrics["dimensions"]] == [
-        attr.key
-        for attr in (a.REQUEST_MODEL, a.STALL_STAGE, a.OUTCOME, a.PREFILL_WORKER, a.DECODE_WORKER)
+        attr.key for attr in DIMENSIONS
     ]
+    for threshold_s in DEFAULT_SLO.thresholds_s:
+        assert round(edge_of(threshold_s), 9) in map(seconds, buckets)
 
 
 @pytest.mark.parametrize("name", SAMPLING)
@@ -158,6 +163,11 @@ def test_tail_sampling_waits_longer_than_a_request_may_take_and_names_what_exist
     named = {p[p["type"]]["key"] for p in sampling["policies"] if "key" in p[p["type"]]}
     named |= set(re.findall(r'attributes\["([^"]+)"\]', text))
     assert {a.OUTCOME.key, a.ATTEMPT.key, a.STALL_STAGE.key, a.TTFT_SECONDS.key} <= named <= known
+    for variable, threshold_s in (
+        ("PD_SLO_TTFT_S", DEFAULT_SLO.ttft_s),
+        ("PD_SLO_TOKEN_GAP_S", DEFAULT_SLO.token_gap_s),
+    ):
+        assert f"> ${{env:{variable}:-{threshold_s:g}}}" in text
     outcomes = next(p for p in sampling["policies"] if p["name"] == "not-completed")
     assert set(outcomes["string_attribute"]["values"]) == {outcome.value for outcome in Outcome} - {
         Outcome.COMPLETED.value,

@@ -22,6 +22,7 @@ from pdtrace.analysis.placement import is_root
 from pdtrace.analysis.sources import read_source
 from pdtrace.analysis.time_range import TraceQuery
 from pdtrace.otlp.jaeger_json import decode_jaeger
+from pdtrace.slo import DEFAULT_SLO
 from pdtrace.spans import Span, StatusCode
 from pdtrace.stages import CHAINS, STAGE_BY_NAME, Mode
 from server.injection.fault import Corrupt, Damage
@@ -47,8 +48,6 @@ HEALTHY = 12
 STALL_MS = 800
 SERVICES = {"pd-gateway", "pd-prefill", "pd-transfer", "pd-decode"}
 CHAIN = [stage.name for stage in CHAINS[Mode.PD]]
-SLO_TTFT_S, SLO_GAP_S = 1.25, 0.2
-"""As in `collector/jaeger.yaml`."""
 ALERT = "RequestHeld"
 RULES = {
     "groups": [
@@ -125,8 +124,8 @@ def is_notable(spans: Sequence[Span]) -> bool:
             text(own, a.OUTCOME) not in {None, "completed"}
             or span.status is StatusCode.ERROR
             or any(attr.key in own for attr in odd)
-            or (own.get(a.STREAM.key) is True and ttft_s > SLO_TTFT_S)
-            or gap_s > SLO_GAP_S
+            or (own.get(a.STREAM.key) is True and ttft_s > DEFAULT_SLO.ttft_s)
+            or gap_s > DEFAULT_SLO.token_gap_s
         ):
             return True
     return False
@@ -296,7 +295,7 @@ def test_failed_cancelled_retried_and_lost_requests_are_kept(traffic: Traffic) -
     assert root("retried")["pd.attempt"] == 2
     assert root("left")["pd.outcome"] == "cancelled"
     assert root("failed")["pd.outcome"] == "failed"
-    assert root("late")["pd.ttft"] > SLO_TTFT_S
+    assert root("late")["pd.ttft"] > DEFAULT_SLO.ttft_s
 
     # A worker is killed with a request that streams: nobody can answer for it.
     with server.client() as client, client.stream(
