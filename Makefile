@@ -7,16 +7,17 @@ PYTEST_ARGS ?=
 # How many test modules run at a time. A module starts servers of up to seven processes.
 TEST_JOBS ?= 2
 DEMO_ARGS ?=
+STACK_ARGS ?=
 SECONDS ?= 600
 SOAK_ARGS ?=
 
 # The environment's settings for other Pythons must not reach this one.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-.PHONY: help setup demo test check fix bench soak loadgen lock clean
+.PHONY: help setup demo test check fix bench soak loadgen stack stack-down lock clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## create or update .venv (no-op when up to date)
 	@.ci/setup $(PYTHON)
@@ -54,6 +55,13 @@ soak: setup ## random faults under load, and what is left of it; 10 minutes, or 
 
 loadgen: setup ## create or update .venv-loadgen: aiperf, which the tests run against the server
 	@.ci/loadgen
+
+stack: setup ## install and start Jaeger, Prometheus and Alertmanager; servers started later join them
+	@.ci/programs stack
+	@$(VENV)/python -m server stack up $(STACK_ARGS)
+
+stack-down: setup ## stop what make stack started; its data stay in run/stack
+	@$(VENV)/python -m server stack down
 
 lock: setup ## resolve requirements/ anew from pyproject.toml
 	$(VENV)/uv pip compile pyproject.toml --extra otlp --extra server --extra dashboards --extra dev --universal \

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 import pdtrace
+from pdtrace.analysis.jaeger import is_jaeger
 from pdtrace.analysis.skew import MAX_SKEW_NS
 from pdtrace.analysis.sources import (
     default_source,
@@ -33,11 +35,17 @@ from pdtrace.analysis.sources import (
     read_sources,
     run_directories,
 )
+from pdtrace.analysis.time_range import (
+    DEFAULT_ANSWER_S,
+    DEFAULT_TRACES,
+    TraceQuery,
+    parse_instant,
+)
 from pdtrace.analysis.timeline import Timeline
 from pdtrace.analysis.verdict import Baselines, Verdict, judge
 from pdtrace.check import check_recording
 from pdtrace.duration import seconds_text
-from pdtrace.errors import PdtraceError, SourceError
+from pdtrace.errors import LiveError, PdtraceError, SourceError
 from pdtrace.live.health import read_health
 from pdtrace.live.looks import DEFAULT_TIMEOUT_S, LookSource
 from pdtrace.live.run_looks import open_looks, run_of_agent
@@ -94,10 +102,31 @@ FromOption = Annotated[
         "--from",
         metavar="SOURCE",
         help="Run directory, file or folder of OTLP JSON lines (plain or gzip), - for standard "
-        "input, or the address of an agent on this host; give it again to join the recordings of "
-        "several hosts. Default: $PDTRACE_RUN, else ./run.",
+        "input, the address of a Jaeger, or of an agent on this host; give it again to join the "
+        "recordings of several hosts. Default: $PDTRACE_RUN, else ./run.",
         show_default=False,
     ),
+]
+SinceOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        help="Of a Jaeger: requests begun since then; how long ago (15m, 2h, 1d) or a time "
+        "(2026-11-30T12:00:00Z). Default: 1h, for an ID 30 days.",
+        show_default=False,
+    ),
+]
+UntilOption = Annotated[
+    str | None,
+    typer.Option(metavar="TIME", help="Of a Jaeger: until then. Default: now.", show_default=False),
+]
+LimitOption = Annotated[
+    int,
+    typer.Option(min=1, metavar="N", help="Of a Jaeger: the latest N traces of that time."),
+]
+TimeoutOption = Annotated[
+    float,
+    typer.Option(min=0.05, metavar="S", help="How long each answer of a Jaeger may take."),
 ]
 MAX_SKEW_S = MAX_SKEW_NS / 1e9
 MaxSkewOption = Annotated[
@@ -224,6 +253,10 @@ def why(
         ),
     ] = False,
     source: FromOption = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    limit: LimitOption = DEFAULT_TRACES,
+    timeout: TimeoutOption = DEFAULT_ANSWER_S,
     max_skew: MaxSkewOption = MAX_SKEW_S,
     as_json: JsonOption = False,
 ) -> int:
@@ -232,17 +265,19 @@ def why(
         option = "--in-flight" if in_flight else "--slowest N"
         raise UsageError(f"give an ID or {option}, not both")
     progress = Patience(sys.stderr)
-    sources = [run_of_agent(one) for one in source or [default_source()]]
+    query = _query(since, until, limit, timeout)
+    sources = [_source(one) for one in source or [default_source()]]
+    max_skew_ns = round(max_skew * 1e9)
     try:
         if in_flight:
             selection = select_in_flight(sources, slowest or 1, progress=progress)
         elif request is not None:
             selection = select_request(
-                sources, request, max_skew_ns=round(max_skew * 1e9), progress=progress
+                sources, request, max_skew_ns=max_skew_ns, progress=progress, query=query
             )
         else:
             selection = select_slowest(
-                sources, slowest or 1, max_skew_ns=round(max_skew * 1e9), progress=progress
+                sources, slowest or 1, max_skew_ns=max_skew_ns, progress=progress, query=query
             )
     except SeveralRequestsError as error:
         progress.clear()
@@ -262,6 +297,27 @@ def why(
         for note in selection.notes:
             print(clean(note))
     return 0
+
+
+def _query(since: str | None, until: str | None, limit: int, timeout_s: float) -> TraceQuery:
+    """Raises TimeRangeError."""
+    now_ns = time.time_ns()
+    return TraceQuery(
+        since_ns=None if since is None else parse_instant(since, now_ns),
+        until_ns=None if until is None else parse_instant(until, now_ns),
+        limit=limit,
+        timeout_s=timeout_s,
+    )
+
+
+def _source(given: str) -> str | Path:
+    """An agent's address stands for its run directory; a Jaeger's, and all else, for itself."""
+    if "://" in given and is_jaeger(given):
+        return given
+    try:
+        return run_of_agent(given)
+    except LiveError as error:
+        raise SourceError(f"{error} (and no Jaeger answers there)") from error
 
 
 def _complain_of_several(error: SeveralRequestsError) -> None:
@@ -418,15 +474,20 @@ def _show_top(
 @_guarded
 def check(
     source: FromOption = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    limit: LimitOption = DEFAULT_TRACES,
+    timeout: TimeoutOption = DEFAULT_ANSWER_S,
     max_skew: MaxSkewOption = MAX_SKEW_S,
     as_json: JsonOption = False,
 ) -> int:
     """Check a recording: time adds up, ids agree, parents exist, nothing is missing."""
-    sources = [run_of_agent(one) for one in source or [default_source()]]
+    query = _query(since, until, limit, timeout)
+    sources = [_source(one) for one in source or [default_source()]]
     progress = Patience(sys.stderr)
     runs = [read_health(run) for run in run_directories(sources)]
     try:
-        recording = read_sources(sources, progress=progress)
+        recording = read_sources(sources, progress=progress, query=query)
         progress(f"checking {len(recording.traces)} traces", None)
         report = check_recording(recording, runs, max_skew_ns=round(max_skew * 1e9))
     except SourceError as error:

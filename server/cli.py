@@ -1,4 +1,4 @@
-"""The command line of the server: `python -m server up`, `inject`, `keys`, `tokenizer`, `demo`.
+"""The command line of the server: `python -m server up`, `stack`, `inject`, `keys`, …
 
 Owns option names and what is printed; settings and defaults are `server.config`, starting and
 stopping is `server.launch`. `pdtrace` is another program (`pdtrace.cli`).
@@ -32,6 +32,9 @@ from server.injection.script import parse_faults, read_faults
 from server.launch import Launcher, run_server
 from server.process import EXIT_START_ERROR, leave
 from server.rundir import LATEST, timestamped
+from server.stack.cli import stack_app
+from server.stack.joining import Stack, find_stack
+from server.stack.state import FOLDER_NAME
 from server.wire.curve import make_keys
 
 DEFAULTS = Settings()
@@ -49,6 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # whose tables cut words to fit a narrow terminal
 )
+app.add_typer(stack_app)
 
 
 class Mode(StrEnum):
@@ -260,6 +264,16 @@ def up(
     start_timeout: Annotated[
         float, typer.Option(help="Seconds to wait until a generation is possible.")
     ] = 180.0,
+    stack: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Join the stack in this folder (`python -m server stack up --dir DIR`): export "
+            "there, and be scraped. Default: the one in run/stack if it is up, and if there is no "
+            "--run-dir.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON line when ready, nothing else.")
     ] = False,
@@ -316,6 +330,7 @@ def up(
             agent_port=agent_port,
             restart=restart,
         )
+        joined = stack_to_join(stack, run_dir)
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_START_ERROR) from error
@@ -336,11 +351,13 @@ def up(
 
         def on_ready(launcher: Launcher) -> None:
             status.stop()
+            if joined is not None:
+                joined.add(launcher.run_dir.path, url=launcher.url, agent_url=launcher.agent_url)
             try:
                 if as_json:
                     print(json.dumps(msgspec.to_builtins(launcher.state())), flush=True)
                 else:
-                    describe(launcher, _Console(highlight=False))
+                    describe(launcher, _Console(highlight=False), joined)
             except OSError as error:  # that nobody hears it is no reason not to serve
                 print(f"warning: {_unwritable(error)}", file=sys.stderr)
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -353,7 +370,26 @@ def up(
             on_ready=on_ready,
             latest=run_dir is None,
         )
+    if joined is not None:
+        joined.remove(chosen)
     raise typer.Exit(exit_code)
+
+
+def stack_to_join(asked: Path | None, run_dir: Path | None) -> Stack | None:
+    """The stack to join, if any; this process's children then export there. Raises StartError if
+    the one that was asked for is not up."""
+    if asked is None and run_dir is not None:
+        return None
+    folder = asked or RUNS / FOLDER_NAME
+    stack = find_stack(folder)
+    if stack is not None:
+        stack.export_here(os.environ)
+    elif asked is not None:
+        raise StartError(
+            f"--stack: nothing is up in {folder}; start it: "
+            f"python -m server stack up --dir {folder}"
+        )
+    return stack
 
 
 @app.command("inject", cls=WholeWords)
@@ -482,7 +518,7 @@ def refuse_without_effect(context: typer.Context, mode: Mode) -> None:
             )
 
 
-def describe(launcher: Launcher, console: Console) -> None:
+def describe(launcher: Launcher, console: Console, joined: Stack | None = None) -> None:
     """Print where the server is, who runs, and commands to try."""
     state = launcher.state()
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -516,6 +552,8 @@ def describe(launcher: Launcher, console: Console) -> None:
         )
     if state.agent_url is not None:
         console.print(f"in flight: {state.agent_url}/inflight", soft_wrap=True, markup=False)
+    if joined is not None:
+        console.print(f"traces: {joined.jaeger_url}", soft_wrap=True, markup=False)
     console.print("Ctrl-C stops it.")
 
 

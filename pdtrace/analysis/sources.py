@@ -1,8 +1,8 @@
-"""Where traces to analyse come from: a run directory, a file, a folder, or standard input.
+"""Where traces to analyse come from: a run directory, a file, a folder, standard input, a Jaeger.
 
 Owns opening, sniffing (content decides, never the name), decompression, counting what could not be
 read, and joining spans into traces. One OTLP object is `pdtrace.otlp.json_lines`'s; the odd forms
-of other writers are `pdtrace.otlp.foreign`'s.
+of other writers are `pdtrace.otlp.foreign`'s, asking a Jaeger is `pdtrace.analysis.jaeger`'s.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import IO, Protocol, cast
 
 import msgspec
 
+from pdtrace.analysis.jaeger import FoundTraces, read_jaeger
+from pdtrace.analysis.time_range import TraceQuery
 from pdtrace.errors import SourceError
 from pdtrace.otlp import json_lines
 from pdtrace.otlp.foreign import NotTraces, decode_foreign
@@ -29,6 +31,7 @@ from pdtrace.ring import scan_rings
 from pdtrace.ring.losses import STATE_NAME
 from pdtrace.spans import Span, Trace
 
+NO_QUERY = TraceQuery()
 DEFAULT_RUN = "run"
 RUN_VARIABLE = "PDTRACE_RUN"
 TRACES_FOLDER = "traces"
@@ -39,8 +42,8 @@ _BESIDE_TRACES = frozenset({STATE_NAME, "agent.json", "server.json", "export-cur
 """Files of a run directory that are no traces."""
 
 SUPPORTED = (
-    "a run directory, OTLP JSON lines (file or folder, plain or gzip), the http://HOST:PORT of an "
-    "agent, or - for stdin"
+    "a run directory, OTLP JSON lines (file or folder, plain or gzip), the http://HOST:PORT of a "
+    "Jaeger or of an agent, or - for stdin"
 )
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
@@ -81,6 +84,7 @@ class Problems:
     conflicts        span ids that came with two contents; the longer span counts
     other_signals    lines of metrics or logs, passed over
     skipped_files    files of a folder that hold no JSON
+    unread           sentences on what a store holds beyond what was asked for
     """
 
     bad_lines: list[BadLine] = field(default_factory=list[BadLine])
@@ -91,6 +95,7 @@ class Problems:
     conflicts: int = 0
     other_signals: int = 0
     skipped_files: list[str] = field(default_factory=list[str])
+    unread: list[str] = field(default_factory=list[str])
 
     def __bool__(self) -> bool:
         return any(
@@ -102,6 +107,7 @@ class Problems:
                 self.conflicts,
                 self.other_signals,
                 self.skipped_files,
+                self.unread,
             )
         )
 
@@ -130,7 +136,7 @@ class Problems:
             found.append(f"{_many(self.other_signals, 'line')} of metrics or logs passed over.")
         if self.skipped_files:
             found.append(f"{_many(len(self.skipped_files), 'file')} without JSON skipped.")
-        return found
+        return [*found, *self.unread]
 
 
 def _many(count: int, noun: str) -> str:
@@ -236,9 +242,11 @@ def read_sources(
     *,
     stdin: IO[bytes] | None = None,
     progress: Progress = no_progress,
+    query: TraceQuery = NO_QUERY,
 ) -> Recording:
     """Read several sources as one, such as the run directories of several hosts: spans of one trace
-    come together whatever source they are in. Raises SourceError as `read_source`, for each."""
+    come together whatever source they are in. `query` is what a Jaeger is asked for; the others are
+    read whole. Raises SourceError as `read_source`, for each."""
     reader = _Reader(progress)
     names: list[str] = []
     for source in sources:
@@ -247,7 +255,8 @@ def read_sources(
             name = "standard input"
             reader.read(name, stdin or sys.stdin.buffer)
         elif "://" in name:
-            raise SourceError(f"{name}: addresses cannot be read; give {SUPPORTED}")
+            progress(f"asking {name}", None)
+            reader.take(name, read_jaeger(name, query), query)
         else:
             for path in reader.expecting(_files(Path(name), reader.problems)):
                 try:
@@ -412,6 +421,18 @@ class _Reader:
             spans=sum(len(trace.spans) for trace in traces),
             problems=self.problems,
         )
+
+    def take(self, name: str, found: FoundTraces, query: TraceQuery) -> None:
+        """What a Jaeger gave; a trace counts as a line."""
+        self.lines += len(found.traces)
+        self.usable += len(found.traces)
+        self.problems.bad_spans += found.bad_spans
+        if found.cut:
+            self.problems.unread.append(
+                f"{name} was asked for its latest {query.limit} traces of that time; earlier ones "
+                "were not looked at (--limit, --since, --until)."
+            )
+        self.spans += (_rooted(span) for spans in found.traces.values() for span in spans)
 
     def read(self, name: str, file: IO[bytes]) -> None:
         self.files += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import ClassVar
@@ -18,6 +18,7 @@ from pdtrace import semconv as a
 from pdtrace.analysis.attributes import text
 from pdtrace.analysis.skew import MAX_SKEW_NS
 from pdtrace.analysis.sources import (
+    NO_QUERY,
     RINGS_FOLDER,
     Recording,
     empty_recording,
@@ -26,6 +27,7 @@ from pdtrace.analysis.sources import (
     run_directories,
     shown_run,
 )
+from pdtrace.analysis.time_range import TraceQuery
 from pdtrace.analysis.timeline import Timeline, build_timelines
 from pdtrace.analysis.waits import describe_wait_now
 from pdtrace.assembly.request_spans import assemble
@@ -89,13 +91,14 @@ def select_slowest(
     *,
     max_skew_ns: int = MAX_SKEW_NS,
     progress: Progress = no_progress,
+    query: TraceQuery = NO_QUERY,
 ) -> Selection:
     """The longest finished requests. Raises SourceError or SelectionError if there are none.
 
     max_skew_ns  as for `build_timeline`
     """
     runs = run_directories(sources)
-    recording, trouble = _recording(sources, progress)
+    recording, trouble = _recording(sources, progress, query)
     peers = build_timelines(recording.traces, max_skew_ns=max_skew_ns)
     if trouble is not None:
         rings = _read_rings(runs)
@@ -122,6 +125,7 @@ def select_request(
     *,
     max_skew_ns: int = MAX_SKEW_NS,
     progress: Progress = no_progress,
+    query: TraceQuery = NO_QUERY,
 ) -> Selection:
     """The one request with that id, or with an id that begins so; finished, or in flight.
 
@@ -132,7 +136,7 @@ def select_request(
     if not wanted.strip():
         raise SelectionError("the id is empty; without an ID the slowest request is shown")
     runs = run_directories(sources)
-    recording, trouble = _recording(sources, progress)
+    recording, trouble = _recording(sources, progress, replace(query, wanted=wanted))
     if trouble is not None and not runs:
         raise trouble
     peers = build_timelines(recording.traces, max_skew_ns=max_skew_ns)
@@ -178,6 +182,10 @@ def select_in_flight(
     name = " + ".join(map(shown_run, sources))
     runs = run_directories(sources)
     for source in sources:
+        if "://" in str(source):
+            raise SelectionError(
+                f"{source}: a Jaeger has finished requests only; give a run directory or an agent"
+            )
         if str(source) != "-" and not Path(source).exists():
             raise SelectionError(f"{source}: no such directory; give a run directory")
     if not runs:
@@ -210,12 +218,12 @@ def select_in_flight(
 
 
 def _recording(
-    sources: Sequence[str | Path], progress: Progress
+    sources: Sequence[str | Path], progress: Progress, query: TraceQuery = NO_QUERY
 ) -> tuple[Recording, SourceError | None]:
     """What sources hold; an empty recording, and why, if there is nothing to read. Raises
     SourceError for what this user may not read."""
     try:
-        recording = read_sources(sources, progress=progress)
+        recording = read_sources(sources, progress=progress, query=query)
     except SourceError as error:
         if isinstance(error.__cause__, PermissionError):
             raise  # there is something to read

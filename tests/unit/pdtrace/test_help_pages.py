@@ -12,9 +12,12 @@ from typer.testing import CliRunner
 
 from pdtrace.cli import app as pdtrace_app
 from server.cli import app as server_app
+from server.stack.cli import stack_app
 
-PAGES = [(pdtrace_app, name) for name in ("why", "top", "check", "stages", "agent")] + [
-    (server_app, name) for name in ("up", "inject", "keys", "demo")
+PAGES = [
+    *((pdtrace_app, name) for name in ("why", "top", "check", "stages", "agent")),
+    *((server_app, name) for name in ("up", "inject", "keys", "demo")),
+    *((stack_app, name) for name in ("up", "down", "status")),
 ]
 
 

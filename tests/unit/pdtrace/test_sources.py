@@ -347,7 +347,7 @@ def test_valid_but_empty_container_has_no_traces() -> None:
     ("source", "message"),
     [
         ("nowhere", "No such file or directory; give a run directory"),
-        ("http://localhost:16686", "addresses cannot be read; give a run directory"),
+        ("ftp://localhost", "give http://HOST:PORT of a Jaeger"),
     ],
 )
 def test_unusable_source_says_what_is_supported(

@@ -1,0 +1,224 @@
+"""The files of `collector/`: each is accepted by the program that reads it, and agrees with the
+code about names, buckets and limits."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import yaml
+
+from dashboards.names import DIMENSIONS
+from pdtrace import semconv as a
+from pdtrace.agent.buckets import DURATION_EDGES_S, edge_of
+from pdtrace.slo import DEFAULT_SLO
+from pdtrace.stages import Outcome
+from server.config import Settings
+from server.stack.plan import AGENT_JOB, COLLECTOR_JOB, GATEWAY_JOB, SPANS_JOB, with_webhook
+from server.stack.programs import COLLECTOR, jaeger_path
+from tests.support.real_stack import need_programs
+
+ROOT = COLLECTOR.parent
+ONE_HOST = ("jaeger.yaml", "otel-collector.yaml")
+SAMPLING = (*ONE_HOST, "scale/2-sampler.yaml")
+OF_JAEGER = sorted(
+    str(path.relative_to(COLLECTOR))
+    for path in COLLECTOR.rglob("*.yaml")
+    if "receivers:" in path.read_text() and "loadbalancing" not in path.read_text()
+)
+_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_ENVIRONMENT = re.compile(r"\$\{env:\w+:-([^}]*)\}")
+
+
+def read(name: str) -> dict[str, Any]:
+    """A file with the environment's defaults filled in."""
+    return yaml.safe_load(_ENVIRONMENT.sub(r"\1", (COLLECTOR / name).read_text()))
+
+
+def seconds(duration: str) -> float:
+    match = re.fullmatch(r"([\d.]+)(us|ms|s)", duration)
+    assert match, duration
+    return round(float(match[1]) * _UNITS_S[match[2]], 9)
+
+
+def run(*command: str | Path) -> None:
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", OF_JAEGER)
+def test_jaeger_accepts_its_files(name: str) -> None:
+    need_programs()
+    run(jaeger_path(), "validate", "--config", COLLECTOR / name)
+
+
+def test_jaeger_refuses_a_file_with_a_wrong_key(tmp_path: Path) -> None:
+    need_programs()
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(
+        (COLLECTOR / "jaeger.yaml").read_text().replace("decision_wait:", "decide_after:")
+    )
+    with pytest.raises(AssertionError, match="decide_after"):
+        run(jaeger_path(), "validate", "--config", wrong)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(str(p.relative_to(COLLECTOR)) for p in COLLECTOR.rglob("prometheus*.yml"))
+)
+def test_prometheus_accepts_its_files(name: str) -> None:
+    need_programs()
+    promtool = shutil.which("promtool")
+    assert promtool
+    run(promtool, "check", "config", COLLECTOR / name)
+
+
+def test_alertmanager_accepts_its_file_with_and_without_a_webhook(tmp_path: Path) -> None:
+    need_programs()
+    amtool = shutil.which("amtool")
+    assert amtool
+    run(amtool, "check-config", COLLECTOR / "alertmanager.yml")
+    changed = tmp_path / "alertmanager.yml"
+    text = (COLLECTOR / "alertmanager.yml").read_text()
+    changed.write_text(with_webhook(text, "http://127.0.0.1:1/alerts"))
+    run(amtool, "check-config", changed)
+    [receiver] = yaml.safe_load(changed.read_text())["receivers"]
+    assert receiver["webhook_configs"] == [
+        {"url": "http://127.0.0.1:1/alerts", "send_resolved": True}
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", sorted(str(p.relative_to(COLLECTOR)) for p in COLLECTOR.rglob("compose*.yaml"))
+)
+def test_compose_file_fits_the_specification(name: str) -> None:
+    schema = json.loads(
+        (files("check_jsonschema") / "builtin_schemas/vendor/compose-spec.json").read_text()
+    )
+    validator = jsonschema_rs.validator_for(schema)
+    compose = yaml.safe_load((COLLECTOR / name).read_text())
+    assert [error.message for error in validator.iter_errors(compose)] == []
+    compose["services"]["jaeger"]["restarts"] = "always"
+    assert not validator.is_valid(compose)
+
+
+def test_compose_mounts_what_is_there() -> None:
+    compose = yaml.safe_load((COLLECTOR / "compose.yaml").read_text())
+    for service in compose["services"].values():
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            if source.startswith("${"):
+                source = volume[volume.index(":-") + 2 :].split(":")[0].replace("}", "")
+            if source.startswith(("./", "../")):
+                assert (COLLECTOR / source).exists(), source
+            elif not source.startswith("."):
+                assert source in compose["volumes"]
+    settings = Settings()
+    targets = json.loads((COLLECTOR / "targets" / f"{GATEWAY_JOB}.json").read_text())
+    assert targets == [{"targets": [f"127.0.0.1:{settings.port}"]}]
+    [agent] = json.loads((COLLECTOR / "targets" / f"{AGENT_JOB}.json").read_text())[0]["targets"]
+    assert f"--agent-port={agent.split(':')[1]}" in compose["services"]["server"]["command"]
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_span_metrics_have_the_projects_buckets_and_dimensions(name: str) -> None:
+    metrics = read(name)["connectors"]["spanmetrics"]
+    buckets = metrics["histogram"]["explicit"]["buckets"]
+    assert tuple(map(seconds, buckets)) == tuple(round(edge, 9) for edge in DURATION_EDGES_S)
+    assert metrics["histogram"]["unit"] == "s"
+    assert metrics["namespace"] == "traces.span.metrics"
+    assert metrics["exemplars"]["enabled"]
+    assert [dimension["name"] for dimension in metrics["dimensions"]] == [
+        attr.key for attr in DIMENSIONS
+    ]
+    for threshold_s in DEFAULT_SLO.thresholds_s:
+        assert round(edge_of(threshold_s), 9) in map(seconds, buckets)
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_every_span_is_measured_before_any_is_sampled_away(name: str) -> None:
+    pipelines = read(name)["service"]["pipelines"]
+    assert "spanmetrics" in pipelines["traces/in"]["exporters"]
+    assert "tail_sampling" not in pipelines["traces/in"]["processors"]
+    behind = [one for one in pipelines.values() if one["receivers"] == ["forward"]]
+    assert ["tail_sampling" in one["processors"] for one in behind] == [True]
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_tail_sampling_waits_longer_than_a_request_may_take_and_names_what_exists(
+    name: str,
+) -> None:
+    sampling = read(name)["processors"]["tail_sampling"]
+    assert seconds(sampling["decision_wait"]) > Settings().deadlines.request_s
+    text = (COLLECTOR / name).read_text()
+    known = {attr.key for attr in a.all_attrs()}
+    named = {p[p["type"]]["key"] for p in sampling["policies"] if "key" in p[p["type"]]}
+    named |= set(re.findall(r'attributes\["([^"]+)"\]', text))
+    assert {a.OUTCOME.key, a.ATTEMPT.key, a.STALL_STAGE.key, a.TTFT_SECONDS.key} <= named <= known
+    for variable, threshold_s in (
+        ("PD_SLO_TTFT_S", DEFAULT_SLO.ttft_s),
+        ("PD_SLO_TOKEN_GAP_S", DEFAULT_SLO.token_gap_s),
+    ):
+        assert f"> ${{env:{variable}:-{threshold_s:g}}}" in text
+    outcomes = next(p for p in sampling["policies"] if p["name"] == "not-completed")
+    assert set(outcomes["string_attribute"]["values"]) == {outcome.value for outcome in Outcome} - {
+        Outcome.COMPLETED.value,
+        Outcome.REJECTED.value,
+    }
+
+
+def test_collector_and_jaeger_measure_and_sample_alike() -> None:
+    jaeger, collector = (read(name) for name in ONE_HOST)
+    for part in ("receivers", "connectors", "processors"):
+        assert jaeger[part] == collector[part], part
+
+
+def test_sampler_of_many_hosts_measures_and_samples_as_one_host_does() -> None:
+    one, many = read("jaeger.yaml"), read("scale/2-sampler.yaml")
+    assert one["connectors"] == many["connectors"]
+    assert one["processors"]["tail_sampling"] == many["processors"]["tail_sampling"]
+
+
+def test_load_balancer_sends_each_trace_to_one_sampler_and_uses_what_it_defines() -> None:
+    """No program here has its exporter: the structure is all that is checked."""
+    balancer = read("scale/1-loadbalancer.yaml")
+    exporter = balancer["exporters"]["loadbalancing"]
+    assert exporter["routing_key"] == "traceID"
+    port = exporter["resolver"]["dns"]["port"]
+    sampler = read("scale/2-sampler.yaml")["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"]
+    assert sampler.endswith(f":{port}")
+    assert set(balancer["service"]["extensions"]) == set(balancer["extensions"])
+    for pipeline in balancer["service"]["pipelines"].values():
+        for part in ("receivers", "processors", "exporters"):
+            assert set(pipeline[part]) == set(balancer[part]), part
+
+
+def test_what_goes_into_kafka_comes_out() -> None:
+    sent = read("scale/2-sampler.yaml")["exporters"]["kafka"]
+    for name in ("scale/3-ingester-clickhouse.yaml", "scale/3-ingester-elasticsearch.yaml"):
+        received = read(name)["receivers"]["kafka"]
+        for key in ("brokers", "traces", "protocol_version"):
+            assert sent[key] == received[key], key
+
+
+def test_prometheus_scrapes_what_servers_and_stack_name() -> None:
+    prometheus = yaml.safe_load((COLLECTOR / "prometheus.yml").read_text())
+    jobs = {job["job_name"]: job for job in prometheus["scrape_configs"]}
+    assert set(jobs) == {AGENT_JOB, GATEWAY_JOB, SPANS_JOB, COLLECTOR_JOB}
+    for name in (AGENT_JOB, GATEWAY_JOB, SPANS_JOB):
+        assert jobs[name]["honor_labels"], name
+    grafana = yaml.safe_load((COLLECTOR / "grafana/datasources/pdtrace.yaml").read_text())
+    sources = {source["uid"]: source for source in grafana["datasources"]}
+    assert set(sources) == {"prometheus", "jaeger"}
+    data = sources["prometheus"]["jsonData"]
+    assert data["timeInterval"] == prometheus["global"]["scrape_interval"]
+    assert data["exemplarTraceIdDestinations"][0]["datasourceUid"] == "jaeger"
+    assert sources["jaeger"]["jsonData"]["tracesToMetrics"]["datasourceUid"] == "prometheus"

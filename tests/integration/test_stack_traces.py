@@ -1,0 +1,351 @@
+"""The real server with the real Jaeger, Prometheus and Alertmanager: what arrives, what is kept,
+what is measured, and that an alert goes its way."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pdtrace import semconv as a
+from pdtrace.analysis.attributes import text
+from pdtrace.analysis.jaeger import read_jaeger
+from pdtrace.analysis.placement import is_root
+from pdtrace.analysis.sources import read_source
+from pdtrace.analysis.time_range import TraceQuery
+from pdtrace.otlp.jaeger_json import decode_jaeger
+from pdtrace.slo import DEFAULT_SLO
+from pdtrace.spans import Span, StatusCode
+from pdtrace.stages import CHAINS, STAGE_BY_NAME, Mode
+from server.injection.fault import Corrupt, Damage
+from tests.integration.conftest import FAST_FAKE
+from tests.support.injection import clear, inject
+from tests.support.jaeger_critical_path import critical_path
+from tests.support.real_stack import (
+    RealStack,
+    Webhook,
+    complete,
+    need_programs,
+    pdtrace,
+    real_stack,
+    tags,
+    wait_for,
+    webhook_receiver,
+)
+from tests.support.server import RunningServer, running_server
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(420)]
+
+HEALTHY = 12
+STALL_MS = 800
+SERVICES = {"pd-gateway", "pd-prefill", "pd-transfer", "pd-decode"}
+CHAIN = [stage.name for stage in CHAINS[Mode.PD]]
+ALERT = "RequestHeld"
+RULES = {
+    "groups": [
+        {
+            "name": "test",
+            "interval": "1s",
+            "rules": [
+                {
+                    "alert": ALERT,
+                    "expr": 'pd_open_request_oldest_age_seconds{stage="decode.reserve"} > 3',
+                    "for": "3s",
+                    "labels": {"severity": "page"},
+                }
+            ],
+        }
+    ]
+}
+
+
+@dataclass(slots=True)
+class Traffic:
+    """A stack, a server that joined it, and what was asked of the server."""
+
+    stack: RealStack
+    server: RunningServer
+    webhook: Webhook
+    asked: int
+
+
+@pytest.fixture(scope="module")
+def traffic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traffic]:
+    """Healthy requests, then one stalled in each of several stages. Of the healthy ones none is to
+    be kept."""
+    need_programs()
+    folder = tmp_path_factory.mktemp("stack")
+    rules = folder / "test.yml"
+    rules.write_text(json.dumps(RULES))  # JSON is YAML
+    with webhook_receiver() as webhook:
+        options = ("--keep", "0", "--rules", str(rules), "--webhook", webhook.url)
+        with real_stack(folder / "stack", *options) as stack:
+            joined = ("--stack", str(stack.folder), "--allow-faults", "--decode", "2")
+            with running_server(folder / "run", *joined, model=FAST_FAKE) as server:
+                for number in range(HEALTHY):
+                    answer = complete(server, f"healthy-{number}", stream=True)
+                    assert answer.status_code == 200
+                for stage in CHAIN:
+                    stalls = f"{stage}={STALL_MS}"
+                    answer = complete(server, f"in-{stage}", stalls=stalls, stream=True)
+                    assert answer.status_code == 200
+                every = ", ".join(
+                    f"{stage}={STALL_MS * 2 if stage == 'decode.queue' else 20}" for stage in CHAIN
+                )
+                assert complete(server, "everywhere", stalls=every).status_code == 200
+                yield Traffic(stack, server, webhook, HEALTHY + len(CHAIN) + 1)
+
+
+def spans_of(trace: dict[str, Any]) -> list[Span]:
+    return decode_jaeger(json.dumps({"data": [trace]}).encode()).spans
+
+
+def request_id_of(spans: Sequence[Span]) -> str | None:
+    return next((text(s.attributes, a.REQUEST_ID) for s in spans if is_root(s)), None)
+
+
+def is_notable(spans: Sequence[Span]) -> bool:
+    """Whether a request has to be kept."""
+    for span in spans:
+        own = span.attributes
+        odd = (a.STALL_STAGE, a.INCOMPLETE, a.VIOLATION)
+        ttft_s, gap_s = own.get(a.TTFT_SECONDS.key, 0.0), own.get(a.GAP_SECONDS.key, 0.0)
+        assert isinstance(ttft_s, float)
+        assert isinstance(gap_s, float)
+        if (
+            text(own, a.OUTCOME) not in {None, "completed"}
+            or span.status is StatusCode.ERROR
+            or any(attr.key in own for attr in odd)
+            or (own.get(a.STREAM.key) is True and ttft_s > DEFAULT_SLO.ttft_s)
+            or gap_s > DEFAULT_SLO.token_gap_s
+        ):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("stage", CHAIN)
+def test_whole_trace_of_a_stalled_request_is_in_jaeger(traffic: Traffic, stage: str) -> None:
+    trace = traffic.stack.wait_for_trace(f"in-{stage}")
+    assert {process["serviceName"] for process in trace["processes"].values()} == SERVICES
+    assert [span["warnings"] for span in trace["spans"] if span["warnings"]] == []
+    ids = {span["spanID"] for span in trace["spans"]}
+    roots = [span for span in trace["spans"] if not span["references"]]
+    assert len(roots) == 1
+    for span in trace["spans"]:
+        for reference in span["references"]:
+            if reference["refType"] == "CHILD_OF":
+                assert reference["spanID"] in ids
+    names = {span["operationName"] for span in trace["spans"]}
+    assert set(CHAIN) <= names
+    for span in trace["spans"]:
+        service = trace["processes"][span["processID"]]["serviceName"]
+        known = STAGE_BY_NAME.get(span["operationName"])
+        assert known is None or service in {role.service_name for role in known.roles}
+    blamed = STAGE_BY_NAME[tags(roots[0])["pd.stall.stage"]]
+    assert stage in {blamed.name, blamed.within}
+
+    # By trace id, both APIs tell the same.
+    trace_id = trace["traceID"]
+    [again] = traffic.stack.get("jaeger", f"/api/traces/{trace_id}")["data"]
+    assert {span["spanID"] for span in again["spans"]} == ids
+    newer = traffic.stack.get("jaeger", f"/api/v3/traces/{trace_id}")["result"]["resourceSpans"]
+    found = {
+        span["spanId"]
+        for resource in newer
+        for scope in resource["scopeSpans"]
+        for span in scope["spans"]
+    }
+    assert found == ids
+
+
+def test_critical_path_by_jaegers_rule_visits_every_stage(traffic: Traffic) -> None:
+    """Jaeger works it out in its pages, no API of this version tells it: a port does here, on the
+    spans as Jaeger stored them."""
+    trace = traffic.stack.wait_for_trace("everywhere")
+    visited = {name for name, _, _ in critical_path(spans_of(trace))}
+    # The first token travels beside generation: the longer of the two is on the path.
+    beside = {"hop.token", "decode.generate"}
+    assert set(CHAIN) - visited <= beside
+    assert beside & visited
+
+
+def test_what_is_normal_is_measured_though_not_kept(traffic: Traffic) -> None:
+    stack = traffic.stack
+    stack.wait_for_trace("everywhere")  # decided after the others
+    recorded = {
+        timeline_id: trace.spans
+        for trace in read_source(traffic.server.run_dir).traces
+        if (timeline_id := request_id_of(trace.spans)) is not None
+    }
+    # On a busy machine a request may be slow though nobody held it up.
+    healthy = [f"healthy-{number}" for number in range(HEALTHY)]
+    normal = [name for name in healthy if not is_notable(recorded[name])]
+    assert normal
+    for name in healthy:
+        assert bool(stack.jaeger_traces(name)) == (name not in normal), name
+    gateway = 'service_name="pd-gateway",span_kind="SPAN_KIND_SERVER"'
+    calls = f"sum(traces_span_metrics_calls_total{{{gateway}}})"
+    wait_for(lambda: (stack.value(calls) or 0) >= traffic.asked, "every request in span metrics")
+    for stage in CHAIN:
+        within = [name for name, one in STAGE_BY_NAME.items() if stage in {name, one.within}]
+        blamed = "|".join(name.replace(".", "[.]") for name in within)
+        assert stack.query(f'traces_span_metrics_calls_total{{pd_stall_stage=~"{blamed}"}}'), stage
+
+
+def test_exemplars_lead_to_traces_that_are_there(traffic: Traffic) -> None:
+    stack = traffic.stack
+    stack.wait_for_trace("everywhere")
+    stalled = 'traces_span_metrics_duration_seconds_bucket{pd_stall_stage!=""}'
+    agents = "pd_stage_duration_seconds_bucket"
+    for promql in (stalled, agents):
+        found = wait_for(lambda q=promql: stack.exemplars(q), f"exemplars of {promql}")
+        ids = {e["labels"]["trace_id"] for series in found for e in series["exemplars"]}
+        known = [one for one in ids if stack.client.get(
+            f"{stack.urls['jaeger']}/api/v3/traces/{one}").status_code == 200]  # fmt: skip
+        assert known
+        if promql == stalled:
+            assert set(known) == ids
+
+
+@pytest.mark.parametrize("service", sorted(SERVICES))
+def test_monitor_answers_for_each_service(traffic: Traffic, service: str) -> None:
+    def points(kind: str, **more: str) -> list[float]:
+        answer = traffic.stack.get(
+            *("jaeger", f"/api/metrics/{kind}"), service=service, endTs=int(time.time() * 1000),
+            lookback=3_600_000, step=5_000, ratePer=60_000, **more,
+        )  # fmt: skip
+        return [
+            value
+            for metric in answer["metrics"]
+            for point in metric["metricPoints"]
+            if (value := point["gaugeValue"]["doubleValue"]) not in {"NaN", None} and value > 0
+        ]
+
+    def points_while_asked(kind: str, **more: str) -> list[float]:
+        """A rate needs a counter that grows while Prometheus looks."""
+        assert complete(traffic.server, "more").status_code == 200
+        return points(kind, **more)
+
+    wait_for(lambda: points_while_asked("calls"), f"request rate of {service}")
+    latencies = wait_for(
+        lambda: points_while_asked("latencies", quantile="0.95"), f"latency of {service}"
+    )
+    assert all(0 < value < 60_000 for value in latencies)
+    # Nothing failed: an answer without a point above 0.
+    assert points("errors") == []
+
+
+def test_pdtrace_reads_jaeger(traffic: Traffic) -> None:
+    stack = traffic.stack
+    url = stack.urls["jaeger"]
+    trace_id = stack.wait_for_trace("everywhere")["traceID"]
+    for wanted in ("in-transfer", stack.wait_for_trace("in-transfer")["traceID"]):
+        shown = pdtrace("why", wanted, "--from", url, "--json")
+        assert shown.returncode == 0, shown.stderr
+        [request] = json.loads(shown.stdout)["requests"]
+        assert request["request_id"] == "in-transfer"
+        assert request["verdict"]["stage"].startswith("transfer")
+    slowest = json.loads(pdtrace("why", "--slowest", "3", "--from", url, "--json").stdout)
+    assert len(slowest["requests"]) == 3
+    checked = pdtrace("check", "--from", url, "--since", "1h")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    nothing = pdtrace("why", "nobody-asked-this", "--from", url)
+    assert (nothing.returncode, "looked through" in nothing.stderr) == (2, True)
+    # As much as the recording on this host holds, to the nanosecond.
+    ours = read_jaeger(url, TraceQuery(wanted=trace_id)).traces[trace_id]
+    here, there = (parts_of("everywhere", source) for source in (traffic.server.run_dir, url))
+    assert here == there
+    assert {span.resource.service_name for span in ours} == SERVICES
+
+
+def parts_of(request_id: str, source: Path | str) -> list[tuple[str, int]]:
+    """Stages and nanoseconds, as `pdtrace why` tells them."""
+    shown = pdtrace("why", request_id, "--from", str(source), "--json")
+    assert shown.returncode == 0, shown.stderr
+    [request] = json.loads(shown.stdout)["requests"]
+    return [(part["stage"], part["ns"]) for part in request["parts"]]
+
+
+def test_failed_cancelled_retried_and_lost_requests_are_kept(traffic: Traffic) -> None:
+    server, stack = traffic.server, traffic.stack
+    inject(server, Corrupt(copy=Damage.SHORT))
+    assert complete(server, "retried").status_code == 200
+    clear(server)
+    with pytest.raises(httpx.ReadTimeout):
+        complete(server, "left", stalls="decode.queue=30000", timeout_s=1.0)
+    inject(server, Corrupt(copy=Damage.SHORT, count=None))
+    failed = complete(server, "failed")
+    assert failed.status_code >= 500
+    clear(server)
+    late = complete(server, "late", stalls="prefill.queue=2000", stream=True)
+    assert late.status_code == 200
+
+    def root(request_id: str) -> dict[str, Any]:
+        trace = stack.wait_for_trace(request_id)
+        return next(tags(span) for span in trace["spans"] if not span["references"])
+
+    assert root("retried")["pd.attempt"] == 2
+    assert root("left")["pd.outcome"] == "cancelled"
+    assert root("failed")["pd.outcome"] == "failed"
+    assert root("late")["pd.ttft"] > DEFAULT_SLO.ttft_s
+
+    # A worker is killed with a request that streams: nobody can answer for it.
+    with server.client() as client, client.stream(
+        "POST", "/v1/completions",
+        json={"model": server.model, "prompt": "one two", "max_tokens": 400, "stream": True},
+        headers={"X-Request-Id": "lost", "X-PD-Faults": "decode.gap=300"},
+    ) as answer:  # fmt: skip
+        lines = answer.iter_lines()
+        next(lines)
+        for instance in ("decode-0", "decode-1"):
+            server.send_signal(instance, signal.SIGKILL)
+        try:
+            list(lines)
+        except httpx.HTTPError:
+            pass
+    trace = stack.wait_for_trace("lost")
+    outcomes = {tags(span).get("pd.outcome") for span in trace["spans"]}
+    assert "lost" in outcomes, outcomes
+
+    # Each for its own reason.
+    sampled = "otelcol_processor_tail_sampling_count_traces_sampled_total"
+    for policy in ("not-completed", "retried", "slow-for-its-stage", "slo-missed"):
+        count = f'sum({sampled}{{policy="{policy}",sampled="true"}})'
+        wait_for(lambda promql=count: (stack.value(promql) or 0) >= 1, f"kept as {policy}")
+
+
+def test_alert_goes_from_pending_to_the_webhook_and_is_resolved(traffic: Traffic) -> None:
+    server, stack = traffic.server, traffic.stack
+    wait_for(lambda: complete(server, "again").status_code == 200 or None, "a server that serves")
+
+    def states() -> set[str]:
+        alerts = stack.get("prometheus", "/api/v1/alerts")["data"]["alerts"]
+        return {one["state"] for one in alerts if one["labels"]["alertname"] == ALERT}
+
+    seen: list[str] = []
+
+    def note(until: str) -> bool:
+        seen.extend(state for state in states() if state not in seen)
+        return until in seen
+
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(complete, server, "held", stalls="decode.reserve=25000")
+        wait_for(lambda: note("firing") or None, "the alert fires")
+        wait_for(lambda: traffic.webhook.alerts(ALERT), "the alert reaches its receiver")
+        assert held.result().status_code == 200
+    assert seen == ["pending", "firing"]
+    first = traffic.webhook.alerts(ALERT)[0]
+    assert (first["status"], first["labels"]["stage"]) == ("firing", "decode.reserve")
+    wait_for(
+        lambda: any(one["status"] == "resolved" for one in traffic.webhook.alerts(ALERT)),
+        "the alert is resolved",
+        timeout_s=180.0,
+    )
