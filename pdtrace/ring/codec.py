@@ -310,10 +310,21 @@ def _checked_encoder(
                     raise TypeError
             return pack(kind, present, attempt, key, t_ns, *fields) + tail
         except (struct.error, AttributeError, TypeError, UnicodeEncodeError):
+            # Before another try: with a time that does not pack, there would be no end of them.
+            _check_time(mark, t_ns)
             sound = _sound_values(mark, types, values, on_error)
         return encode(attempt, key, t_ns, sound)
 
     return encode
+
+
+def _check_time(mark: Mark, t_ns: object) -> None:
+    try:
+        if operator.index(cast("SupportsIndex", t_ns)) in _INT64:
+            return
+    except TypeError:
+        pass
+    raise RecordError(f"{mark.name}: at_ns takes whole nanoseconds (64 bits), got {t_ns!r}")
 
 
 def _fill_absent(fields: list[Any], count: int) -> int:

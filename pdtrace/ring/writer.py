@@ -183,6 +183,9 @@ class RingWriter(Cursor):
             self._counters[Counter.DROPPED] += 1
             return False
         self._turning = True
+        # A signal handler's record would still fit behind the block's last, and the one that the
+        # next block begins with would not have the number that its head says.
+        self._end = 0
         block = self.block + 1
         start = HEADER_BYTES + block % self.blocks * self._block_bytes
         first = start >> 3

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -312,6 +313,18 @@ def test_a_raising_recorder_raises_at_the_faulty_call(tmp_path: Path):
             trace.mark(Mark.PAGES_RESERVED, "many")
         with pytest.raises(RecordError, match="takes 2 values, got 3"):
             trace.mark(Mark.PAGES_RESERVED, 1, 2, 3)
+
+
+@pytest.mark.parametrize("at_ns", [1.5, "now", 2**63])
+def test_a_mark_at_what_is_no_time_is_one_error_that_says_so(tmp_path: Path, at_ns: Any):
+    with open_recorder(tmp_path) as recorder:
+        trace = recorder.begin(CONTEXT)
+        # A reason is text and by is none: whoever packs these packs them one by one.
+        with pytest.raises(RecordError, match=r"ABORTED: at_ns takes whole nanoseconds .* got"):
+            trace.abort(Outcome.FAILED, "kv_timeout", at_ns=at_ns)
+        with pytest.raises(RecordError, match="PAGES_RESERVED: at_ns takes whole nanoseconds"):
+            trace.mark(Mark.PAGES_RESERVED, 1, 2, at_ns=at_ns)
+        assert recorder.errors == 2
 
 
 def test_cut_strings_are_counted(tmp_path: Path):

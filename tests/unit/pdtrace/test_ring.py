@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import msgspec
@@ -1171,6 +1172,45 @@ def test_a_signal_handler_may_record_in_the_middle_of_a_record():
     dropped = reader.counters()[Counter.DROPPED]
     assert len(interrupting) + dropped == interruptions
     assert len(set(interrupting)) == len(interrupting)
+    assert (reader.torn, reader.missed) == (0, 0)
+
+
+class _Interrupting:
+    """The words of a ring, and a smaller record that a signal handler writes before one of them."""
+
+    def __init__(self, words: Any, store: int, interrupt: Callable[[], None]) -> None:
+        self._words = words
+        self._left = store
+        self._interrupt = interrupt
+
+    def __setitem__(self, index: int, word: int) -> None:
+        if self._left == 0:
+            self._interrupt()
+        self._left -= 1
+        self._words[index] = word
+
+    def release(self) -> None:
+        self._words.release()
+
+
+@pytest.mark.parametrize("store", range(4))
+def test_a_signal_handler_may_record_less_than_what_did_not_fit(store: int):
+    """There is room for its record at the end of the block that is being left."""
+    writer, buffer = memory_ring()
+    reader = RingReader.over(buffer)
+    writer.append(bare_mark(0) + bytes(writer.block_room - 32 - 64))
+    assert writer.block_room == 64
+    writer._heads = _Interrupting(  # pyright: ignore[reportPrivateUsage,reportAttributeAccessIssue]
+        writer._heads,  # pyright: ignore[reportPrivateUsage]
+        store,
+        lambda: writer.append(bare_mark(-1)),
+    )
+    for number in range(1, 4):
+        writer.append(bare_mark(number) + bytes(64))
+    seen = times(reader.read())
+    assert [number for number in seen if number >= 0] == [0, 1, 2, 3]
+    assert seen.count(-1) + reader.counters()[Counter.DROPPED] == 1
+    reader.read(final=True)
     assert (reader.torn, reader.missed) == (0, 0)
 
 
