@@ -71,6 +71,7 @@ from pdtrace.terminal.selection import (
     select_slowest,
 )
 from pdtrace.terminal.top import DEFAULT_LIMIT, top_document, top_view
+from pdtrace.terminal.trimmed import trimmed
 from pdtrace.terminal.whole_words import WholeWords
 
 EXIT_VIOLATIONS = 1
@@ -93,7 +94,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Shows in which stage a slow prefill/decode request stalled, why, and who was in its way.",
     epilog="Exit codes: 0 done, 1 `check` found violations, 2 bad input or usage, 70 a fault of "
-    "pdtrace itself.",
+    "pdtrace itself, 130 interrupted.",
 )
 
 FromOption = Annotated[
@@ -648,7 +649,9 @@ def _console() -> tuple[Console, bool]:
     width = max(asked, _LEAST_WIDTH) if asked else None
     if not asked and not sys.stdout.isatty():
         width = _PIPE_WIDTH
-    console = _Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
+    console = _Console(
+        file=trimmed(sys.stdout), width=width, highlight=False, markup=False, emoji=False
+    )
     encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower().replace("-", "")
     return console, not encoding.startswith("utf")
 

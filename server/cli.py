@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pdtrace.terminal.trimmed import trimmed
 from pdtrace.terminal.whole_words import WholeWords
 from server.client_limits import NAMES, parse_client_limits
 from server.clock_fault import parse_clock_faults
@@ -357,7 +358,11 @@ def up(
                 if as_json:
                     print(json.dumps(msgspec.to_builtins(launcher.state())), flush=True)
                 else:
+<<<<<<< HEAD
                     describe(launcher, _Console(highlight=False), joined)
+=======
+                    describe(launcher, _Console(file=trimmed(sys.stdout), highlight=False))
+>>>>>>> 9ed17b01c03f452070e2fb3ed2732de46b4648f2
             except OSError as error:  # that nobody hears it is no reason not to serve
                 print(f"warning: {_unwritable(error)}", file=sys.stderr)
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -434,7 +439,7 @@ def inject_faults(
             else:
                 counts = ", ".join(f"{name} {n}" for name, n in sorted(report.injected.items()))
                 table.add_row(instance, str(report.armed), counts or "nothing")
-        Console(highlight=False).print(table)
+        Console(file=trimmed(sys.stdout), highlight=False).print(table)
     raise typer.Exit(1 if None in reports.values() else 0)
 
 

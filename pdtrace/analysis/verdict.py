@@ -28,7 +28,13 @@ from pdtrace.analysis.baselines import (
 from pdtrace.analysis.facts import Wait
 from pdtrace.analysis.outliers import DEFAULT_POLICY, Assessment, VerdictPolicy, assess
 from pdtrace.analysis.timeline import StageVisit, Timeline
-from pdtrace.analysis.verdict_text import VerdictKind, find_loss, length_without, sentence_of
+from pdtrace.analysis.verdict_text import (
+    VerdictKind,
+    find_loss,
+    length_without,
+    mostly_unexplained,
+    sentence_of,
+)
 from pdtrace.analysis.waits import describe_wait
 from pdtrace.duration import seconds_text
 from pdtrace.spans import AttrValue
@@ -220,6 +226,8 @@ def _kind(
         return VerdictKind.ENDED
     if stall is not None:
         return VerdictKind.STALLED
+    if mostly_unexplained(timeline):
+        return VerdictKind.UNKNOWN  # it may have stalled where nothing was recorded
     judged = any(assessment.usual is not None for assessment in assessments)
     return VerdictKind.HEALTHY if judged and timeline.outcome else VerdictKind.UNKNOWN
 
@@ -280,13 +288,24 @@ def _wait(timeline: Timeline, leaf: Leaf) -> Wait | None:
             if visits:
                 return visits[-1].waits[-1]
         if visits:
-            return max(visits, key=_weight).cause
+            own = max(visits, key=_weight).cause
+            inner = None if timeline.open else _wait_inside(timeline, leaf)
+            return inner if own and inner and _held_longer(inner, own) else own
     if STAGE_BY_NAME[leaf.name].kind is Kind.WAIT:
         return None
-    # A working stage that waited inside: its nested stages know.
+    return _wait_inside(timeline, leaf)
+
+
+def _wait_inside(timeline: Timeline, leaf: Leaf) -> Wait | None:
+    """What a working stage waited for inside: its nested stages know."""
     nested = [v for v in timeline.visits if STAGE_BY_NAME[v.name].within == leaf.name and v.cause]
     nested = [v for v in nested if v.name not in NESTED_LEAVES.get(leaf.name, ())]
     return max(nested, key=_weight).cause if nested else None
+
+
+def _held_longer(one: Wait, other: Wait) -> bool:
+    """A pause of 0.3 s does not explain a stage that waited for something else for 13 s."""
+    return one.for_ns is not None and other.for_ns is not None and one.for_ns > other.for_ns
 
 
 def _cause(timeline: Timeline, leaf: Leaf, wait: Wait) -> str:

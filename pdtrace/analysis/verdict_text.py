@@ -129,10 +129,10 @@ def _sentence(
         return f"{name} {ended} {total}; no stage was recorded."
     stage, took = chosen.leaf.name, seconds_text(chosen.leaf.ns)
     percent = _percent(chosen.leaf.ns, timeline.total_ns)
-    mostly_unexplained = ""
-    if 2 * timeline.unexplained_ns > timeline.total_ns:
+    unknown = ""
+    if mostly_unexplained(timeline):
         unexplained = _percent(timeline.unexplained_ns, timeline.total_ns)
-        mostly_unexplained = (
+        unknown = (
             f", {unexplained} of it unexplained: no stage covers it. Of the rest {stage} took "
             f"most: {took} ({percent})."
         )
@@ -169,21 +169,26 @@ def _sentence(
                 sentence += f" Before that, {stall.leaf.name} took {_excess(stall)}."
             return sentence
         case VerdictKind.HEALTHY:
-            sentence = f"{name} is not stalled: {total}{mostly_unexplained}"
-            if not mostly_unexplained:
-                sentence = (
-                    f"{name} is not stalled: {total}, of which {stage} took {took} ({percent})."
-                )
+            sentence = f"{name} is not stalled: {total}, of which {stage} took {took} ({percent})."
             if STAGE_BY_NAME[stage].kind is Kind.WAIT:
                 sentence += because + _as_others(chosen)
             return sentence
         case VerdictKind.UNKNOWN:
             why = "There is no other completed request to say whether that is slow."
             if chosen.usual is not None:
-                why = "Its outcome is not known."
-            if mostly_unexplained:
-                return f"{name} took {total}{mostly_unexplained}{because} {why}"
+                why = (
+                    "Whether it stalled there is not known."
+                    if unknown and timeline.outcome
+                    else "Its outcome is not known."
+                )
+            if unknown:
+                return f"{name} took {total}{unknown}{because} {why}"
             return f"{name} took {total}, most in {stage}: {took} ({percent}).{because} {why}"
+
+
+def mostly_unexplained(timeline: Timeline) -> bool:
+    """Whether no stage covers more than half of a request."""
+    return 2 * timeline.unexplained_ns > timeline.total_ns
 
 
 def _begins_behind(timeline: Timeline, leaf: Leaf, stage: str) -> bool:

@@ -1,4 +1,4 @@
-"""Help pages whose option names are never broken at a hyphen. Knows nothing of what they say."""
+"""Help pages whose sentences and option names are whole. Knows nothing of what they say."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ class WholeWords(TyperCommand):
                 setattr(part, "help", _OPTION.sub(_unbroken, help_text))  # noqa: B010 - any kind
         if self.epilog:
             self.epilog = _OPTION.sub(_unbroken, self.epilog)
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """Its line in the list of commands: the whole first sentence, over as many lines."""
+        paragraph = " ".join((self.short_help or self.help or "").split("\n\n")[0].split())
+        return re.split(r"(?<=\.)\s", paragraph)[0].replace(_UNBROKEN, "-")
 
     def get_help(self, ctx: Any) -> str:
         """The page, with the hyphens that users type."""

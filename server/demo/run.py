@@ -29,6 +29,7 @@ from rich.table import Table
 
 from pdtrace.errors import PdtraceError
 from pdtrace.terminal.render import why_view
+from pdtrace.terminal.trimmed import trimmed
 from server.children import PROJECT_ROOT
 from server.demo import scenario
 from server.demo.drive import ClientView, play
@@ -73,7 +74,7 @@ def _console(*, stderr: bool) -> Console:
     """A console of the terminal's width; pipes and files get 100 columns."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or os.environ.get("COLUMNS") else _PIPE_WIDTH
-    return Console(file=stream, width=width, highlight=False)
+    return Console(file=trimmed(stream), width=width, highlight=False)
 
 
 def _play_all(

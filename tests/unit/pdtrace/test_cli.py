@@ -52,6 +52,14 @@ def invoke(*arguments: str | Path, stdin: bytes | None = None) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
 
 
+@pytest.mark.parametrize("command", ["why", "check", "stages"])
+def test_no_line_that_is_piped_ends_in_blanks(recording: Path, command: str) -> None:
+    source = () if command == "stages" else ("--from", recording)
+    lines = invoke(command, *source).stdout.split("\n")
+    assert len(lines) > 20
+    assert [line for line in lines if line.endswith(" ")] == []
+
+
 def test_why_without_an_id_explains_the_slowest(recording: Path) -> None:
     result = invoke("why", "--from", recording)
     assert result.exit_code == 0

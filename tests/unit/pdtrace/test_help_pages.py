@@ -42,3 +42,12 @@ def test_no_word_is_cut(app: Typer, name: str, columns: int) -> None:
     assert [word for word in words(app, name) if word not in page] == []
     options = re.findall(r"--[a-z][a-z-]*", result.stdout)
     assert [option for option in options if option.endswith("-")] == []
+
+
+@pytest.mark.parametrize("app", [pdtrace_app, server_app], ids=["pdtrace", "server"])
+def test_list_of_commands_has_whole_sentences(app: Typer) -> None:
+    result = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"})
+    page = " ".join(result.stdout.split())
+    for name, command in get_command(app).commands.items():  # pyright: ignore
+        sentence = re.split(r"(?<=\.)\s", " ".join((command.help or "").split()))[0]
+        assert f"{name} {sentence}".replace("\u2011", "-") in page
