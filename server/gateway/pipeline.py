@@ -445,7 +445,9 @@ class Gateway:
         self._let_go(call, outcome, by, error.code)
         if error.retry_after_s is None:
             per_s = self._drain_rate.per_s(self.now.s())
-            error.retry_after_s = retry_after_s(self.admission.waiting, per_s)
+            error.retry_after_s = retry_after_s(
+                self.admission.waiting, per_s, self.settings.max_concurrency
+            )
         try:
             if not isinstance(error, ClientGone):
                 await call.responder.fail(error)
