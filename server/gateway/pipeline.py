@@ -435,12 +435,7 @@ class Gateway:
         if call.mailbox.interruption is not None:
             raise call.mailbox.interruption
         assert output.finish_reason is not None
-        usage = Usage(
-            prompt_tokens=len(call.prompt_ids),
-            completion_tokens=output.num_tokens,
-            cached_tokens=output.cached_tokens,
-        )
-        if await call.responder.finish(output.finish_reason, usage):
+        if await call.responder.finish(output.finish_reason, _usage(call)):
             call.wrote(self.now.ns(), self.metrics)
         self._kept_waiting.look()
         call.is_over = True
@@ -534,6 +529,7 @@ class Gateway:
             created_s=self.now.unix_s(),
             fingerprint=f"fp_{self.model.fingerprint[:12]}",
             include_usage=request.include_usage,
+            usage_now=(lambda: _usage(call)) if request.usage_so_far else None,
         )
         timeout_s = self.settings.client_limits.unread_s
         if request.stream:
@@ -551,6 +547,16 @@ def _mode(settings: Settings) -> Mode:
     if settings.mode == COLOCATED:
         return Mode.COLOCATED
     return Mode.PD_EARLY if settings.first_token == PREFILL_FORWARDS else Mode.PD
+
+
+def _usage(call: Call) -> Usage:
+    """Tokens of `call` so far."""
+    output = call.output
+    return Usage(
+        prompt_tokens=len(call.prompt_ids),
+        completion_tokens=0 if output is None else output.num_tokens,
+        cached_tokens=0 if output is None else output.cached_tokens,
+    )
 
 
 def _record_place(call: Call, place: QueuePlace) -> None:
