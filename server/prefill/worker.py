@@ -374,7 +374,7 @@ class PrefillWorker(PairedScheduler[PrefillLeg]):
         )
         if not self.send(self._transfer, job):
             self.registration.forget()  # others wait until it answers
-            self.fail(leg, "peer_unreachable", "the transfer process cannot be reached")
+            self.fail(leg, "transfer_unreachable", "the transfer process cannot be reached")
             return
         leg.pages_sent = end_page
         leg.jobs.append(job)
