@@ -126,6 +126,8 @@ class PairedScheduler(Scheduler[LegT]):
         if self.registration.replaced_by(message.transfer, message.started_ns):
             self._transfer_replaced(message.transfer)
         if self.registration.answered(message):
+            if self.registration.known:
+                self.jobs_told(message)
             return
         leg = self.legs.get(message.handoff_id)
         if leg is not None and leg.state.value == DRAINING:
@@ -173,6 +175,9 @@ class PairedScheduler(Scheduler[LegT]):
                 )
         self.quarantine.ask_now()
 
+    def jobs_told(self, message: CopiesDrained) -> None:
+        """The transfer process said which of this worker's copy jobs it has got."""
+
     @abstractmethod
     def loses_with_transfer(self, leg: LegT) -> bool:
         """Whether a transfer process that is no more took copies of `leg` with it."""
@@ -191,15 +196,14 @@ class PairedScheduler(Scheduler[LegT]):
                 statuses.append(LegStatus(handoff_id=asked.handoff_id))
             else:
                 # What was sent a moment ago is on its way: it would arrive twice.
-                recent = self._clock() - leg.entered_ns < self._recent_ns
-                if asked.lacks and leg.ending is None and not recent:
+                if asked.lacks and leg.ending is None and not self.is_recent(leg.entered_ns):
                     self.send_again(leg, asked.lacks)
                 statuses.append(self._status(leg))
         self.send(asker, LegReport(peer=self.peer, legs=tuple(statuses)))
 
-    @property
-    def _recent_ns(self) -> int:
-        return round(self.settings.heartbeat_s * NS_PER_S / 2)
+    def is_recent(self, at_ns: int) -> bool:
+        """Whether what was sent at that time may still be on its way."""
+        return self._clock() - at_ns < self.settings.heartbeat_s * NS_PER_S / 2
 
     def _status(self, leg: LegT) -> LegStatus:
         if leg.ending is not None:

@@ -7,7 +7,8 @@ and draining a handoff that does not exist is answered at once: so the answer to
 sent behind the registration says that the registration was handled. Heartbeats repeat the
 registration, but with nothing to tell when; copies that overtake it fail. The question is repeated
 for as long as the worker lives: an answer of another incarnation says that the transfer process was
-started anew, none for `dead_after_s` that it is of no use.
+started anew, none for `dead_after_s` that it is of no use. The answer also says which copy jobs
+have come: a job may be lost on its way while both processes are well.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Registration:
         self._asked_ns = now_ns
         self._open = True
         sent = self._send(RegisterPool(peer=self._peer, pool=self._pool)) and self._send(
-            CancelCopies(handoff_id=self._handoff_id, reply_to=self._peer)
+            CancelCopies(handoff_id=self._handoff_id, reply_to=self._peer, ask_jobs=True)
         )
         if not sent:
             self.known = False

@@ -40,6 +40,9 @@ _RECORDING = ("rings", "traces", "logs")
 _OF_PROCESSES = ("config", "sock", "kv")
 _FOLDERS = (*_RECORDING, *_OF_PROCESSES)
 _FILES = ("server.json", "agent.json", "agent-state.json", "export-cursors.json")
+_MAKING = "pdtrace-new-"
+_MAKING_S = 60.0
+"""Nobody takes so long to lock and name a pool folder: who made an older one was killed."""
 _POOL_MARGIN_BYTES = 16 * 1024 * 1024
 
 
@@ -133,12 +136,12 @@ class RunDir:
         needed = num_bytes + _POOL_MARGIN_BYTES
         if _free_bytes(shared_memory) >= needed:
             # Named like a pool folder only once locked, or another start might take it for stale.
-            made = Path(tempfile.mkdtemp(prefix="pdtrace-new-", dir=shared_memory))
+            made = Path(tempfile.mkdtemp(prefix=_MAKING, dir=shared_memory))
             self._pool_lock_fd = os.open(
                 made / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
             )
             fcntl.flock(self._pool_lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            folder = made.rename(shared_memory / made.name.replace("pdtrace-new-", _pool_prefix()))
+            folder = made.rename(shared_memory / made.name.replace(_MAKING, _pool_prefix()))
             self._temporary.append(folder)
         elif _free_bytes(self.path) >= needed:
             folder = self.path / "kv"
@@ -197,7 +200,7 @@ def point_latest(path: Path) -> None:
 
 def remove_stale_pools(shared_memory: Path = SHARED_MEMORY) -> list[Path]:
     """Remove pool folders of this user whose server is gone; return what was removed."""
-    removed: list[Path] = []
+    removed = _remove_half_made(shared_memory)
     for folder in shared_memory.glob(f"{_pool_prefix()}*"):
         with contextlib.suppress(OSError):  # it went away, or it is being made this moment
             status = folder.lstat()
@@ -210,6 +213,19 @@ def remove_stale_pools(shared_memory: Path = SHARED_MEMORY) -> list[Path]:
                 removed.append(folder)
             finally:
                 os.close(fd)
+    return removed
+
+
+def _remove_half_made(shared_memory: Path) -> list[Path]:
+    """Remove what starts that were killed left behind before it had the name of a pool folder."""
+    removed: list[Path] = []
+    for folder in shared_memory.glob(f"{_MAKING}*"):
+        with contextlib.suppress(OSError):  # it went away
+            status = folder.lstat()
+            mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if mine and time.time() - status.st_mtime > _MAKING_S:
+                shutil.rmtree(folder)
+                removed.append(folder)
     return removed
 
 

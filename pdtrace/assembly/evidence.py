@@ -405,6 +405,15 @@ class Evidence:
             leg=self.gateway or attempt.stamps[-1].leg,
         )
 
+    def over_ns(self, attempt: Attempt) -> int | None:
+        """From when on what is said of a failed attempt is no part of the request any more: another
+        attempt took its place, or the client was told. None while neither has happened."""
+        if attempt.failure is None:
+            return None
+        if attempt is not self.last_attempt:
+            return attempt.end.t_ns
+        return self.end.t_ns if Mark.COMPLETED in self.first else None
+
     def _lost_in(self, attempt: Attempt) -> list[Leg]:
         """Processes that died with this attempt: not those that another one went to, be it that
         they have the same role or the same name."""

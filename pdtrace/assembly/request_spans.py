@@ -156,27 +156,32 @@ class _Assembly:
     def _draft_chain(self, attempt: Attempt) -> None:
         """The chain; the request's own stages stand with its last attempt."""
         evidence, failure = self.evidence, attempt.failure
+        over_ns = evidence.over_ns(attempt)
         has_ends = evidence.gateway is not None and attempt is evidence.last_attempt
         for plan in CHAIN_PLANS[self.mode]:
             if plan.at_root and not has_ends:
                 continue
             marks = evidence.first if plan.is_ingress else attempt.first
             begin = first_of(marks, plan.begin)
-            if begin is None:
+            if begin is None or (over_ns is not None and begin.t_ns > over_ns):
                 continue
             stage = plan.stage
             finish = evidence.finish(stage, attempt) if plan.is_last else marks.get(plan.end)
             if finish is not None:
-                draft = self._draft(plan, attempt, finish.leg, begin, finish.t_ns, finish=finish)
-                if failure is not None and stage is attempt.active:
-                    draft.conclude(failure, guilty=True)
+                # A process that stood still goes on with what was given up meanwhile.
+                is_late = over_ns is not None and finish.t_ns > over_ns
+                end_ns = over_ns if is_late and over_ns is not None else finish.t_ns
+                draft = self._draft(plan, attempt, finish.leg, begin, end_ns, finish=finish)
+                if failure is not None and (is_late or stage is attempt.active):
+                    draft.conclude(failure, guilty=stage is attempt.active)
                 if evidence.overrun_ns and plan.end is Mark.DECODE_FINISHED:
                     draft.attributes[a.OVERRUN_SECONDS.key] = evidence.overrun_ns / 1e9
             elif failure is not None and evidence.is_open(stage, attempt):
                 end = evidence.closing(stage, attempt, begin)
                 if end is not None:
+                    end_ns = end.t_ns if over_ns is None else min(end.t_ns, over_ns)
                     draft = self._draft(
-                        plan, attempt, self._owner(stage, attempt, end), begin, end.t_ns
+                        plan, attempt, self._owner(stage, attempt, end), begin, end_ns
                     )
                     draft.conclude(end, guilty=stage is attempt.active)
             elif evidence.is_going_on(stage, attempt):

@@ -34,6 +34,7 @@ class Call:
     is_over       there will be no further attempt
     retried       why the attempt before this one ended; None in the first
     queue_left_s  how long it may still wait for a place and for workers, all attempts together
+    told_pause    stage, and end of the pause of this process that its trace was told of last
     stages        seconds in the gateway's own stages, for the log line and the metrics
     """
 
@@ -57,6 +58,7 @@ class Call:
     output: OutputStream | None = None
     stages: dict[str, float] = field(default_factory=dict[str, float])
     stage_began_ns: int = 0
+    told_pause: tuple[str, int] | None = None
     first_write_ns: int | None = None
     last_write_ns: int | None = None
 

@@ -5,7 +5,7 @@ Others may come: another host's, or a stranger's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from pdtrace.stages import Role
 from server.config import COLOCATED, Settings
@@ -24,5 +24,18 @@ def expected_processes(settings: Settings) -> Mapping[str, int]:
 
 def expected_instances(settings: Settings) -> frozenset[str]:
     """Their names, as `server.plan` gives them."""
-    counts = expected_processes(settings)
-    return frozenset(f"{role}-{index}" for role in counts for index in range(counts[role]))
+    return frozenset(name for names in _names(settings).values() for name in names)
+
+
+def missing_processes(settings: Settings, heard: Set[str]) -> Mapping[str, int]:
+    """How many of each role are not among those `heard` of, by name: a stranger takes nobody's
+    place."""
+    missing = {role: len(names - heard) for role, names in _names(settings).items()}
+    return {role: count for role, count in missing.items() if count}
+
+
+def _names(settings: Settings) -> Mapping[str, Set[str]]:
+    return {
+        role: {f"{role}-{index}" for index in range(count)}
+        for role, count in expected_processes(settings).items()
+    }

@@ -7,13 +7,12 @@ was told to.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdtrace.stages import Role
-from server.gateway.expected import expected_processes
+from server.gateway.expected import missing_processes
 from server.gateway.pairing import Refusal
 from server.gateway.registry import MemberReport, MemberState
 
@@ -80,16 +79,10 @@ class HealthReport:
 def health_of(gateway: Gateway) -> HealthReport:
     """The report of this instant."""
     members = gateway.cluster.reports()
-    heard = Counter(member.role for member in members)
-    missing = {
-        role: count - heard[role]
-        for role, count in expected_processes(gateway.settings).items()
-        if heard[role] < count
-    }
     return HealthReport(
         gateway=gateway.cluster.me.instance,
         members=members,
         refused=gateway.cluster.refusals(),
-        missing=missing,
+        missing=missing_processes(gateway.settings, {member.instance for member in members}),
         stopping=gateway.stopping,
     )

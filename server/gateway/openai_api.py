@@ -4,7 +4,9 @@ Owns field names, ranges and what is refused; knows nothing of tokens, HTTP head
 source for validation and for the API description (`server.gateway.openapi`).
 
 A parameter that would change the output and is not implemented is refused unless it has a value
-that changes nothing (`UNSUPPORTED`); other unknown fields are ignored, as clients add some.
+that changes nothing (`UNSUPPORTED`); so is one that nobody knows, unless it is null. What cannot
+change the output is accepted (`WITHOUT_EFFECT`). Unknown fields of messages are ignored: clients
+send back answers as they got them.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from server.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 256
+MAX_NAME_CHARS = 100
+"""Of an unknown parameter's name in the answer."""
 UNSUPPORTED_PARAMETER = "unsupported_parameter"
 _SEED_BITS = 63
 _PromptT = TypeVar("_PromptT", str, list[int])
@@ -41,7 +45,10 @@ class _Body(msgspec.Struct, kw_only=True):
 
 
 class StreamOptions(_Body):
+    """`continuous_usage_stats`, which extends OpenAI's API: the usage so far in every chunk."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class TextPart(_Body):
@@ -96,6 +103,10 @@ class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
 
 
+BODIES: Mapping[Operation, type[ChatBody] | type[CompletionBody]] = {
+    Operation.CHAT: ChatBody,
+    Operation.TEXT_COMPLETION: CompletionBody,
+}
 _COMMON_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "n": (None, 1),
     "logit_bias": (None, {}),
@@ -136,6 +147,13 @@ UNSUPPORTED: Mapping[Operation, Mapping[str, tuple[object, ...]]] = {
     },
 }
 """Parameters that are refused, and the values with which they change nothing."""
+WITHOUT_EFFECT = frozenset(
+    {
+        *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+        *("metadata", "store", "service_tier", "parallel_tool_calls"),
+    }
+)
+"""Parameters of OpenAI's API with which the answer is the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +164,7 @@ class GenerationRequest:
     max_tokens      None: as many as the context holds
     stop            distinct, in the caller's order
     include_usage   a last chunk with the usage, when streaming
+    usage_so_far    the usage so far in every chunk, when streaming
     """
 
     operation: Operation
@@ -157,6 +176,7 @@ class GenerationRequest:
     ignore_eos: bool
     stream: bool
     include_usage: bool
+    usage_so_far: bool
 
 
 def parse_request(
@@ -167,12 +187,10 @@ def parse_request(
     # First what the caller asked for and cannot get: it explains more than a type error would.
     _check_count(raw)
     _refuse_unsupported(operation, raw)
+    _refuse_unknown(operation, raw)
     raw = {name: _whole(value) for name, value in raw.items()}
     try:
-        if operation is Operation.CHAT:
-            fields: ChatBody | CompletionBody = msgspec.convert(raw, ChatBody)
-        else:
-            fields = msgspec.convert(raw, CompletionBody)
+        fields = msgspec.convert(raw, BODIES[operation])
     except msgspec.ValidationError as error:
         raise _as_invalid(error) from error
     if fields.model != served_name:
@@ -187,6 +205,7 @@ def parse_request(
         raise InvalidRequest(
             "stream_options is allowed only when stream is true.", param="stream_options"
         )
+    options = fields.stream_options or StreamOptions()
     if isinstance(fields, ChatBody):
         prompt: list[Message] | str | tuple[int, ...] = fields.messages
         max_tokens = _max_tokens(fields.max_tokens, fields.max_completion_tokens)
@@ -202,8 +221,8 @@ def parse_request(
         stop=_stop(fields.stop),
         ignore_eos=bool(fields.ignore_eos),
         stream=stream,
-        include_usage=fields.stream_options is not None
-        and bool(fields.stream_options.include_usage),
+        include_usage=bool(options.include_usage),
+        usage_so_far=bool(options.continuous_usage_stats),
     )
 
 
@@ -236,6 +255,25 @@ def _refuse_unsupported(operation: Operation, raw: Mapping[str, Any]) -> None:
                 param=name,
                 code=UNSUPPORTED_PARAMETER,
             )
+
+
+def _refuse_unknown(operation: Operation, raw: Mapping[str, Any]) -> None:
+    known = {*BODIES[operation].__struct_fields__, *UNSUPPORTED[operation], *WITHOUT_EFFECT}
+    unknown = [name for name, value in raw.items() if name not in known and value is not None]
+    options = raw.get("stream_options")
+    if isinstance(options, dict):
+        unknown += [
+            f"stream_options.{name}"
+            for name, value in cast("dict[str, Any]", options).items()
+            if name not in StreamOptions.__struct_fields__ and value is not None
+        ]
+    if unknown:
+        name = unknown[0][:MAX_NAME_CHARS]
+        raise InvalidRequest(
+            f"{name} is no parameter that this server knows: leave it out.",
+            param=name,
+            code=UNSUPPORTED_PARAMETER,
+        )
 
 
 def _same(value: object, harmless: object) -> bool:

@@ -6,7 +6,7 @@ Owns shapes; knows nothing of tokens, sockets or when something is sent.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +46,20 @@ class ChatBodies:
     """Bodies of one POST /v1/chat/completions.
 
     include_usage   every chunk has a `usage` field, null but for the last one's
+    usage_now       what it is in every chunk instead of null: the usage so far
     """
 
     def __init__(
-        self, *, model: str, created_s: int, fingerprint: str, include_usage: bool
+        self,
+        *,
+        model: str,
+        created_s: int,
+        fingerprint: str,
+        include_usage: bool,
+        usage_now: Callable[[], Usage] | None = None,
     ) -> None:
         self._include_usage = include_usage
+        self._usage_now = usage_now
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion",
@@ -103,7 +111,9 @@ class ChatBodies:
             "object": "chat.completion.chunk",
             "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}],
         }
-        if self._include_usage:
+        if self._usage_now is not None:
+            body["usage"] = self._usage_now().body()
+        elif self._include_usage:
             body["usage"] = None
         return event(body)
 
@@ -112,9 +122,16 @@ class CompletionBodies:
     """Bodies of one POST /v1/completions; see `ChatBodies`."""
 
     def __init__(
-        self, *, model: str, created_s: int, fingerprint: str, include_usage: bool
+        self,
+        *,
+        model: str,
+        created_s: int,
+        fingerprint: str,
+        include_usage: bool,
+        usage_now: Callable[[], Usage] | None = None,
     ) -> None:
         self._include_usage = include_usage
+        self._usage_now = usage_now
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -142,7 +159,9 @@ class CompletionBodies:
 
     def _chunk(self, text: str, reason: str | None) -> bytes:
         body: dict[str, Any] = {**self._head, "choices": [_choice(text, reason)]}
-        if self._include_usage:
+        if self._usage_now is not None:
+            body["usage"] = self._usage_now().body()
+        elif self._include_usage:
             body["usage"] = None
         return event(body)
 

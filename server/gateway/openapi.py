@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from server.gateway.openai_api import UNSUPPORTED, ChatBody, CompletionBody, Operation
+from server.gateway.openai_api import (
+    BODIES,
+    UNSUPPORTED,
+    WITHOUT_EFFECT,
+    ChatBody,
+    CompletionBody,
+    StreamOptions,
+)
 
 if TYPE_CHECKING:
     from server.gateway.pipeline import Gateway
 
 _REF = "#/components/schemas/{name}"
-_BODIES: Mapping[Operation, type[ChatBody] | type[CompletionBody]] = {
-    Operation.CHAT: ChatBody,
-    Operation.TEXT_COMPLETION: CompletionBody,
-}
 _GENERATION_ERRORS: Mapping[int, str] = {
     400: "The request is malformed, asks for what is not supported, or exceeds the context.",
     404: "The model is not served here.",
@@ -98,8 +101,8 @@ _ONE_LIMIT: Mapping[str, Any] = {
 
 
 def _schemas(served_name: str, *, vocab_size: int) -> dict[str, Any]:
-    _, schemas = msgspec.json.schema_components(list(_BODIES.values()), ref_template=_REF)
-    for operation, body in _BODIES.items():
+    _, schemas = msgspec.json.schema_components(list(BODIES.values()), ref_template=_REF)
+    for operation, body in BODIES.items():
         properties = schemas[body.__name__]["properties"]
         properties["model"] = {"type": "string", "const": served_name}
         for name, harmless in UNSUPPORTED[operation].items():
@@ -107,7 +110,11 @@ def _schemas(served_name: str, *, vocab_size: int) -> dict[str, Any]:
                 "enum": list(harmless),
                 "description": "Not supported: only values that change nothing are accepted.",
             }
-    for body in _BODIES.values():
+        for name in sorted(WITHOUT_EFFECT):
+            properties[name] = {"description": "Accepted; the answer is the same."}
+    for name in (*(body.__name__ for body in BODIES.values()), StreamOptions.__name__):
+        schemas[name]["additionalProperties"] = {"type": "null"}
+    for body in BODIES.values():
         schemas[body.__name__]["allOf"] = [_STREAM_OPTIONS_ONLY_WITH_STREAM]
     schemas[ChatBody.__name__]["allOf"].append(_ONE_LIMIT)
     schemas[CompletionBody.__name__]["properties"]["prompt"] = _prompt_schema(vocab_size)

@@ -55,6 +55,7 @@ from server.gateway.errors import (
     WorkerVanished,
     outcome_of,
 )
+from server.gateway.kept_waiting import KeptWaiting
 from server.gateway.mailbox import Mailbox
 from server.gateway.metrics import GatewayMetrics
 from server.gateway.now import Now
@@ -68,6 +69,8 @@ from server.gateway.retry import may_retry
 from server.gateway.retry_after import DrainRate, retry_after_s
 from server.gateway.routing import PairChoice, RouteRequest
 from server.log_fields import logged
+from server.pauses import never_paused
+from server.standstill import Pause
 from server.tokenizer import Tokenizer
 from server.wire.messages import Peer, TokenItem
 
@@ -84,6 +87,7 @@ class Gateway:
 
     me          how workers reach this gateway
     model       of the workers it tokenizes for
+    pauses      when this process stood still
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class Gateway:
         mail: Mail,
         recorder: Recorder,
         clock: Clock = SYSTEM_CLOCK,
+        pauses: Callable[[int, int], Sequence[Pause]] = never_paused,
     ) -> None:
         self.now = Now(clock)
         self.settings = settings
@@ -128,6 +133,7 @@ class Gateway:
         self._tokenizer = tokenizer
         self._encoder = PromptEncoder(tokenizer)
         self._calls = OpenCalls()
+        self._kept_waiting = KeptWaiting(self._calls, self.now, pauses)
         self._queued: dict[str, Call] = {}  # those without a place, by admission key
 
     def is_ready(self) -> bool:
@@ -147,6 +153,7 @@ class Gateway:
         """Notice who died; say in the ring that this loop goes round, and where in the queue each
         waiting request stands. Every `heartbeat_s`."""
         self.cluster.bury_dead()
+        self._kept_waiting.look()
         for key, place in self.admission.places():
             call = self._queued.get(key)
             if call is not None:
@@ -261,6 +268,7 @@ class Gateway:
             param="messages" if request.operation is Operation.CHAT else "prompt",
         )
         await self.hold(call, "gateway.ingest")
+        self._kept_waiting.look()
         now_ns = self.now.ns()
         call.trace.mark(
             Mark.TOKENIZED,
@@ -288,6 +296,7 @@ class Gateway:
                 finally:
                     del self._queued[call.admission_key]
             await self._wait_for_pair(call, wanted, "gateway.queue")
+        self._kept_waiting.look()
         now_ns = self.now.ns()
         call.trace.mark(Mark.ADMITTED, self.admission.in_flight, at_ns=now_ns)
         call.stage_ended("gateway.queue", now_ns)
@@ -297,6 +306,7 @@ class Gateway:
         while (choice := self.cluster.choose(wanted)) is None:
             with self._queueing(call):
                 await self._wait_for_pair(call, wanted, "gateway.route")
+        self._kept_waiting.look()
         now_ns = self.now.ns()
         call.trace.mark(
             Mark.ROUTED,
@@ -404,6 +414,7 @@ class Gateway:
                 raise failure  # what came with it would be the first byte, and forbid a retry
             if text:
                 if call.first_write_ns is None:
+                    self._kept_waiting.arrived(call, "hop.token")
                     await self.hold(call, "hop.token")
                 if await call.responder.write(text):
                     call.wrote(self.now.ns(), self.metrics)
@@ -419,17 +430,14 @@ class Gateway:
         return forwarded and attempt.choice.decode.peer.instance in attempt.open_legs
 
     async def _finish(self, call: Call, attempt: Attempt, output: OutputStream) -> None:
+        self._kept_waiting.arrived(call, "gateway.finish")
         await self.hold(call, "gateway.finish")
         if call.mailbox.interruption is not None:
             raise call.mailbox.interruption
         assert output.finish_reason is not None
-        usage = Usage(
-            prompt_tokens=len(call.prompt_ids),
-            completion_tokens=output.num_tokens,
-            cached_tokens=output.cached_tokens,
-        )
-        if await call.responder.finish(output.finish_reason, usage):
+        if await call.responder.finish(output.finish_reason, _usage(call)):
             call.wrote(self.now.ns(), self.metrics)
+        self._kept_waiting.look()
         call.is_over = True
         self.cluster.attempts.let_go(attempt)
         self._give_back_place(call)
@@ -438,6 +446,7 @@ class Gateway:
 
     async def _fail(self, call: Call, error: RequestError) -> None:
         """End the request with `error`: tell the legs, the client and the trace."""
+        self._kept_waiting.look()
         outcome, by = outcome_of(error, dispatched=bool(call.attempts))
         # What was refused never had a stage to end; what a leg gave up, that leg has recorded.
         if outcome is not Outcome.REJECTED and not isinstance(error, LegFailed):
@@ -445,7 +454,9 @@ class Gateway:
         self._let_go(call, outcome, by, error.code)
         if error.retry_after_s is None:
             per_s = self._drain_rate.per_s(self.now.s())
-            error.retry_after_s = retry_after_s(self.admission.waiting, per_s)
+            error.retry_after_s = retry_after_s(
+                self.admission.waiting, per_s, self.settings.max_concurrency
+            )
         try:
             if not isinstance(error, ClientGone):
                 await call.responder.fail(error)
@@ -455,6 +466,7 @@ class Gateway:
         except ClientGone:
             pass  # it left before it could be told; the outcome is what it was
         finally:
+            self._kept_waiting.look()
             end_request(call, outcome, error.code, by, self.metrics, at_ns=self.now.ns())
 
     def _let_go(self, call: Call, outcome: Outcome, by: str, reason: str) -> None:
@@ -517,6 +529,7 @@ class Gateway:
             created_s=self.now.unix_s(),
             fingerprint=f"fp_{self.model.fingerprint[:12]}",
             include_usage=request.include_usage,
+            usage_now=(lambda: _usage(call)) if request.usage_so_far else None,
         )
         timeout_s = self.settings.client_limits.unread_s
         if request.stream:
@@ -534,6 +547,16 @@ def _mode(settings: Settings) -> Mode:
     if settings.mode == COLOCATED:
         return Mode.COLOCATED
     return Mode.PD_EARLY if settings.first_token == PREFILL_FORWARDS else Mode.PD
+
+
+def _usage(call: Call) -> Usage:
+    """Tokens of `call` so far."""
+    output = call.output
+    return Usage(
+        prompt_tokens=len(call.prompt_ids),
+        completion_tokens=0 if output is None else output.num_tokens,
+        cached_tokens=0 if output is None else output.cached_tokens,
+    )
 
 
 def _record_place(call: Call, place: QueuePlace) -> None:

@@ -59,6 +59,7 @@ RULES: Mapping[str, Rule | None] = MappingProxyType(
         "shutting_down": _LEAVING,
         "draining": _LEAVING,
         "transfer_lost": _TRANSFER_GONE,
+        "transfer_unreachable": _TRANSFER_GONE,
         "peer_lost": _TRANSFER_GONE,
         "transfer_stopping": _TRANSFER_GONE,
         "request_lost": Rule(blame=Blame.WORKER),  # it lives, but does not have its part

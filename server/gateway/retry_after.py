@@ -13,19 +13,25 @@ WINDOW_S = 10
 """How far back completions count."""
 MIN_S = 1
 MAX_S = 30
+GUESS_S = 5
+"""What a request is taken to last while none has ended lately: after a start, or in a lull."""
 
 
-def retry_after_s(waiting: int, per_s: float) -> int:
+def retry_after_s(waiting: int, per_s: float, places: int) -> int:
     """Whole seconds until the queue will have been served: what waits, at the present rate.
 
-    Between MIN_S, as nobody should come back at once, and MAX_S, which is also the answer while
-    nothing comes free: a rate of the past says little about longer times.
+    Between MIN_S, as nobody should come back at once, and MAX_S: a rate of the past says little
+    about longer times. Without a rate, as often GUESS_S as the places are filled anew before the
+    queue is empty.
 
     waiting   requests in the queue
     per_s     completions per second
+    places    requests that are worked on at once, at least 1
     """
     if waiting <= per_s * MIN_S:
         return MIN_S
+    if per_s == 0:
+        return min(MAX_S, GUESS_S * math.ceil(waiting / places))
     if waiting >= per_s * MAX_S:
         return MAX_S
     return math.ceil(waiting / per_s)

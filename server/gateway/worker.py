@@ -31,6 +31,7 @@ from server.gateway.protocol import protocol_class
 from server.injection.gateways import disturb, faulty_inbox, faulty_mail
 from server.injection.ports import AsyncSource
 from server.injection.process import make_injector, recorder_class
+from server.pauses import Pauses, PauseThread
 from server.readiness import announce_ready
 from server.recording import open_recorder
 from server.tokenizer import load_tokenizer
@@ -64,6 +65,8 @@ async def _serve(config: ProcessConfig, listener: socket.socket) -> None:
     inbox = AsyncInbox(config.endpoint, keys=keys)
     outbox = Outbox(keys=keys)
     recorder = Recorder.disabled()
+    pauses = Pauses()
+    pause_thread = PauseThread(pauses)
     try:
         injector = make_injector(config)
         mail = faulty_mail(outbox, injector)
@@ -79,10 +82,12 @@ async def _serve(config: ProcessConfig, listener: socket.socket) -> None:
             tokenizer=tokenizer,
             mail=mail,
             recorder=recorder,
+            pauses=pauses.within,
         )
         disturb(gateway, injector, settings.faults)
         server = HttpServer(gateway, on_start=lambda: announce_ready(config))
         source = faulty_inbox(inbox, injector)
+        pause_thread.start()
         tasks = [
             asyncio.create_task(_deliver(source, mail, gateway, recorder.clock_id)),
             asyncio.create_task(_tick(gateway, inbox.counters, settings.heartbeat_s)),
@@ -95,6 +100,7 @@ async def _serve(config: ProcessConfig, listener: socket.socket) -> None:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
     finally:
+        pause_thread.stop()
         inbox.close()
         outbox.close()
         recorder.close()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from server.engine.base import SamplingParams
 from server.kv.radix import Match
 from server.request import PREFILL_INFO, PREFILL_TRANSITIONS, Leg, PrefillState
-from server.wire.messages import CopyDone, Handoff, PagesReserved, Peer
+from server.wire.messages import CopyDone, CopyJob, Handoff, PagesReserved, Peer
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -19,6 +19,8 @@ class PrefillLeg(Leg[PrefillState]):
     started       number of the step that ran its first chunk
     computed      positions whose KV is in the pages, the cached ones included
     pages_sent    source pages that copy jobs name so far
+    jobs          copy jobs sent so far
+    job_sent_ns   when one was sent last, again or for the first time
     jobs_done     completions observed, by index of the job
     landed        decode has all of the KV, whatever became of its completions' messages here
     handoff       what decode was sent, once the prompt was computed
@@ -44,7 +46,8 @@ class PrefillLeg(Leg[PrefillState]):
     computed: int = 0
     num_chunks: int = 0
     pages_sent: int = 0
-    num_jobs: int = 0
+    jobs: list[CopyJob] = field(default_factory=list[CopyJob])
+    job_sent_ns: int = 0
     last_job_sent: bool = False
     jobs_done: dict[int, CopyDone] = field(default_factory=dict[int, CopyDone])
     landed: bool = False
@@ -70,6 +73,10 @@ class PrefillLeg(Leg[PrefillState]):
     @property
     def num_pages(self) -> int:
         return len(self.own_pages) + (0 if self.match is None else len(self.match.pages))
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self.jobs)
 
     @property
     def destination_pages(self) -> tuple[int, ...]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import msgspec.structs
+
 from pdtrace.stages import Gauge, Outcome, Role, StepKind, WaitReason
 from pdtrace.stopping import Stop
 from server.config import ProcessConfig
@@ -36,6 +38,7 @@ from server.serve import serve
 from server.wire.messages import (
     Abort,
     AnyMessage,
+    CopiesDrained,
     CopyDone,
     CopyJob,
     Handoff,
@@ -356,31 +359,42 @@ class PrefillWorker(PairedScheduler[PrefillLeg]):
             return
         assert leg.reservation is not None
         span = slice(leg.pages_sent, end_page)
-        sent = self.send(
-            self._transfer,
-            CopyJob(
-                context=leg.context,
-                index=leg.num_jobs,
-                last=last,
-                source=self._pool,
-                source_pages=tuple(leg.table[span]),
-                destination=leg.reservation.pool,
-                destination_pages=leg.reservation.pages[span],
-                transfer_address=leg.reservation.transfer_address,
-                prefill=self.peer,
-                decode=leg.decode,
-                faults=leg.faults,
-            ),
+        job = CopyJob(
+            context=leg.context,
+            index=leg.num_jobs,
+            last=last,
+            source=self._pool,
+            source_pages=tuple(leg.table[span]),
+            destination=leg.reservation.pool,
+            destination_pages=leg.reservation.pages[span],
+            transfer_address=leg.reservation.transfer_address,
+            prefill=self.peer,
+            decode=leg.decode,
+            faults=leg.faults,
         )
-        if not sent:
+        if not self.send(self._transfer, job):
             self.registration.forget()  # others wait until it answers
-            self.fail(leg, "peer_unreachable", "the transfer process cannot be reached")
+            self.fail(leg, "transfer_unreachable", "the transfer process cannot be reached")
             return
         leg.pages_sent = end_page
-        leg.num_jobs += 1
+        leg.jobs.append(job)
+        leg.job_sent_ns = self._clock()
         leg.last_job_sent = last
         if last:
             self._say_held(leg)
+
+    def jobs_told(self, message: CopiesDrained) -> None:
+        """Send again what the transfer process has not got. What it has, or had, it ignores."""
+        now_ns = self._clock()
+        for leg in self.legs:
+            # What was sent a moment ago is on its way.
+            if leg.ending is not None or not leg.copies_open or self.is_recent(leg.job_sent_ns):
+                continue
+            lacking = leg.jobs[message.jobs.get(leg.handoff_id, 0) :]
+            for job in lacking:
+                again = msgspec.structs.replace(job, again_to=message.transfer.incarnation)
+                self.send(self._transfer, again)
+                leg.job_sent_ns = now_ns
 
     # -- the other leg ------------------------------------------------------------------------
 

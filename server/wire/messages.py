@@ -7,6 +7,7 @@ MessagePack by msgspec behind a four-byte envelope `b"PDT" + version`; nothing i
 WIRE_VERSION history
   1  first version
   2  who answers: incarnations of gateway and transfer; CopyFailed.settled; the handoff's protocol
+  3  copy jobs that were lost: CancelCopies.ask_jobs, CopiesDrained.jobs, CopyJob.again_to
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from server.injection.fault import Fault
 from server.kv.layout import KvLayout
 from server.kv.pool import PoolDescriptor
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 ENVELOPE = b"PDT" + bytes([WIRE_VERSION])
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 HANDOFF_PROTOCOL = 1
@@ -266,7 +267,11 @@ class LegReport(Message, frozen=True, kw_only=True):
 
 
 class CopyJob(Message, frozen=True, kw_only=True):
-    """Prefill → transfer: copy these pages. Jobs of one handoff run in order of `index`."""
+    """Prefill → transfer: copy these pages. Jobs of one handoff run in order of `index`.
+
+    again_to   of one that is sent again: the incarnation that has not got it. Another one may not
+               know that the handoff is over, and its pages another request's
+    """
 
     context: RequestContext
     index: int
@@ -279,6 +284,7 @@ class CopyJob(Message, frozen=True, kw_only=True):
     prefill: Peer
     decode: Peer
     faults: dict[str, int] = {}
+    again_to: str = ""
 
 
 class CopyDone(Message, frozen=True, kw_only=True):
@@ -304,10 +310,14 @@ class CopyFailed(Message, frozen=True, kw_only=True):
 
 
 class CancelCopies(Message, frozen=True, kw_only=True):
-    """Prefill or decode → transfer: run no more jobs of this handoff; answer CopiesDrained."""
+    """Prefill or decode → transfer: run no more jobs of this handoff; answer CopiesDrained.
+
+    ask_jobs   the answer is to say which jobs of the asker have come
+    """
 
     handoff_id: str
     reply_to: Peer
+    ask_jobs: bool = False
 
 
 class CopiesDrained(Message, frozen=True, kw_only=True):
@@ -316,11 +326,13 @@ class CopiesDrained(Message, frozen=True, kw_only=True):
     transfer     who answers: another incarnation knows nothing of what the one before it was told
     started_ns   when it started, on its clock: answers may overtake each other, so what comes last
                  need not be from the latest
+    jobs         what was asked for: by handoff that is open there, how many of its jobs have come
     """
 
     handoff_id: str
     transfer: Peer
     started_ns: int = 0
+    jobs: dict[str, int] = {}
 
 
 # -- workers → gateway ------------------------------------------------------------------------

@@ -65,6 +65,21 @@ async def test_chat_stream_names_the_role_then_text_then_reason_then_usage(tmp_p
     assert len({event["id"] for event in events[:-1]}) == 1
 
 
+@pytest.mark.parametrize("last", [True, False])
+async def test_usage_so_far_is_in_every_chunk_when_asked_for(tmp_path: Path, last: bool) -> None:
+    options = {"include_usage": last, "continuous_usage_stats": True}
+    async with gateway_under_test(tmp_path, decode_script=speak("abc", gap_s=0.02)) as g:
+        for ask in (g.chat, g.complete):
+            events = events_of((await ask(stream=True, stream_options=options)).text)[:-1]
+            usages = [event["usage"] for event in events]
+            counts = [usage["completion_tokens"] for usage in usages]
+            assert counts == sorted(counts)
+            assert counts[-1] == 3
+            assert any(0 < count < 3 for count in counts), "they grow as tokens come"
+            assert {usage["prompt_tokens"] for usage in usages} == {usages[0]["prompt_tokens"]}
+            assert (events[-1]["choices"] == []) == last
+
+
 async def test_stream_without_usage_option_has_no_usage_field(tmp_path: Path) -> None:
     async with gateway_under_test(tmp_path) as g:
         events = events_of((await g.complete(stream=True)).text)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pdtrace import semconv as a
-from pdtrace.stages import GapCause
+from pdtrace.stages import GapCause, WaitReason
 from tests.support.completions import Ask, ask
 from tests.support.recorded import in_flight, spans_of, wait_for
 from tests.support.server import ROOT, RunningServer, running_server
@@ -99,6 +99,36 @@ def test_time_in_which_the_worker_was_stopped_is_nobodys_fault(server: RunningSe
     ]
     assert gaps
     assert {span.attributes[a.GAP_CAUSE.key] for span in gaps} == {GapCause.PROCESS_PAUSED}
+
+
+def test_time_in_which_the_gateway_was_stopped_is_told_of_what_waited_for_it(
+    server: RunningServer,
+) -> None:
+    """A message that comes just behind the pause waited for it, unless the machine is so slow that
+    "just behind" is long over: so it is tried some times."""
+    waits: list[object] = []
+    with ThreadPoolExecutor() as pool:
+        for number in range(8):
+            name = f"gateway-stopped-{number}"
+            asked = Ask(request_id=name, prompt=list(range(20)), max_tokens=200, stream=False)
+            answer = pool.submit(ask, server, asked)
+            wait_for(
+                lambda name=name: (in_flight(server, name) or {}).get("stage") == "decode.generate",
+                "a request that generates",
+            )
+            pid = server.pid("gateway-0")
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.8)
+            os.kill(pid, signal.SIGCONT)
+            assert answer.result().status == 200
+            waits += [
+                span.attributes.get(a.WAIT_REASON.key)
+                for span in spans_of(server, name)
+                if span.name in {"hop.token", "gateway.finish"}
+            ]
+            if WaitReason.PROCESS_PAUSED in waits:
+                return
+    raise AssertionError(f"no trace says that the gateway stood still: {waits}")
 
 
 def why(server: RunningServer, request_id: str, *options: str) -> str:

@@ -334,25 +334,40 @@ def test_two_interrupts_stop_a_busy_server_and_leave_no_process(tmp_path: Path) 
             assert root.attributes[a.OUTCOME.key] in {Outcome.FAILED, Outcome.LOST}
 
 
+HANG_S = 12
+"""Long beside what a busy machine makes a loop wait, and beside the time to look."""
+
+
 @pytest.mark.case("FAIL-08")
 def test_worker_whose_loop_alone_hangs_is_reported_though_it_beats(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with (
-        own_server(run_dir, stalled_after_s=0.5) as server,
+        own_server(run_dir, stalled_after_s=2.0) as server,
         contextlib.closing(Outbox()) as outbox,
         ThreadPoolExecutor() as pool,
     ):
         begun = [threading.Event(), threading.Event()]  # in turn: one at each decode worker
         streams = [pool.submit(stream, server, event) for event in begun]
         assert all(event.wait(60) for event in begun)
-        hang = InjectFaults(faults=(Pause(ms=5000),))
+        hang = InjectFaults(faults=(Pause(ms=HANG_S * 1000),))
         assert outbox.send(EndpointDirectory(run_dir).endpoint("decode-0"), hang)
-        server.wait_until(lambda: server.status("/health") == 503, "an unhealthy server")
-        (hung,) = [p for p in server.health()["processes"] if p["state"] != "ready"]
-        assert (hung["instance"], hung["state"]) == ("decode-0", "stalled")
-        assert hung["last_progress_age_s"] > 0.5
-        assert hung["reason"].startswith("has work but made no progress for ")
-        assert server.status("/ready") == 200, "the other pair serves"
+        seen: list[dict[str, Any]] = []
+
+        def reported() -> bool:
+            """Alone, and the other pair serves: where the machine is slow, others come late too."""
+            with server.client() as client:
+                health, ready = client.get("/health"), client.get("/ready")
+            hung = [p for p in health.json()["processes"] if p["state"] != "ready"]
+            seen[:] = hung
+            return (
+                [(p["instance"], p["state"]) for p in hung] == [("decode-0", "stalled")]
+                and health.status_code == 503
+                and ready.status_code == 200
+            )
+
+        server.wait_until(reported, "a worker that is said to be stalled, and it alone")
+        assert seen[0]["last_progress_age_s"] > 2.0
+        assert seen[0]["reason"].startswith("has work but made no progress for ")
         server.wait_ready()
         assert [each.result() for each in streams] == ["[DONE]", "[DONE]"], "it went on with it"
         assert_recovered(server, recording=False)  # which is not written yet
@@ -363,7 +378,7 @@ def test_worker_whose_loop_alone_hangs_is_reported_though_it_beats(tmp_path: Pat
         visit
         for timeline in timelines
         for visit in timeline.visits_of("decode.gap")
-        if visit.duration_ns > 4.5e9
+        if visit.duration_ns > 0.9e9 * HANG_S
     ]
     assert len(gaps) == 1, "one stream stood still, and the trace says so"
 

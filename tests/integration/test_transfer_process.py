@@ -290,7 +290,7 @@ def test_a_destination_host_that_is_down_fails_the_copy_within_its_deadline(
         job = site.job(0, (1,), last=True, handoff="h-0")
         assert site.outbox.send(site.configs[0].endpoint, job)
         failed = site.prefill.expect(CopyFailed)
-        assert failed.reason == "peer_unreachable"
+        assert failed.reason == "transfer_unreachable"
         assert site.decode.expect(CopyFailed) == failed
 
 

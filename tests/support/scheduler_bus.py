@@ -7,7 +7,7 @@ lets `settle` run everything to its end.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,6 +208,7 @@ class TransferDouble:
                         handoff_id=message.handoff_id,
                         transfer=self.peer,
                         started_ns=self._restarts,
+                        jobs=self._num_seen() if message.ask_jobs else {},
                     ),
                 )
             case _:
@@ -241,6 +242,9 @@ class TransferDouble:
             )
         for peer in (job.prefill, job.decode):
             self._outbox.send(peer.endpoint, answer)
+
+    def _num_seen(self) -> dict[str, int]:
+        return dict(Counter(handoff_id for handoff_id, _ in self._seen))
 
     def _end(self, handoff_id: str) -> None:
         self._over.add(handoff_id)

@@ -39,6 +39,7 @@ from server.ports import Ports
 from server.prefill.worker import PrefillWorker
 from server.round_trips import RoundTrips
 from server.scheduler import Scheduler
+from server.standstill import Pause
 from server.taken import TakenRequests
 from server.wire.messages import (
     AnyMessage,
@@ -344,6 +345,8 @@ class WholeServer:
         self._gateway: Gateway | None = None
         self._gateway_outlet: Outlet | None = None
         self._tick_ns = 0
+        self._gateway_stands = False
+        self._gateway_pauses: list[Pause] = []
         self.start(GATEWAY)
         for instance in self.workers:
             self.start(instance)
@@ -393,6 +396,7 @@ class WholeServer:
                 mail=outlet,
                 recorder=self.rings.recorder(Role.GATEWAY, peer.incarnation),
                 clock=self.clock,
+                pauses=self._paused_within,
             )
             return
         self.processes[instance] = self._make(peer, outlet)
@@ -561,7 +565,7 @@ class WholeServer:
     def deliver_all(self) -> None:
         """Hand over what is on its way now and not blocked; not what comes of it."""
         for channel in self.post.channels():
-            if channel in self.post.blocked:
+            if channel in self.post.blocked or (self._gateway_stands and channel[1] == GATEWAY):
                 continue
             for _ in range(len(self.post.waiting[channel])):
                 if self.post.waiting[channel]:  # the gateway may forget some meanwhile
@@ -577,10 +581,26 @@ class WholeServer:
         self._beat()
         self.clock.advance(ms=ms)
         gateway = self.gateway
+        if self._gateway_stands:
+            return
         if gateway is not None and self.clock.monotonic_ns() >= self._tick_ns:
             self._tick_ns = self.clock.monotonic_ns() + round(self.settings.heartbeat_s * 1e9)
             gateway.tick()
         self.loop.settle()
+
+    def pause_gateway(self, *, ms: float) -> None:
+        """The gateway's process stands still while the others go on."""
+        begin_ns = self.clock.monotonic_ns()
+        self._gateway_stands = True
+        while self.clock.monotonic_ns() < begin_ns + ms * 1e6:
+            self.turn()
+        self._gateway_stands = False
+        self._gateway_pauses.append((begin_ns, self.clock.monotonic_ns()))
+
+    def _paused_within(self, begin_ns: int, end_ns: int) -> list[Pause]:
+        return [
+            pause for pause in self._gateway_pauses if pause[0] < end_ns and pause[1] > begin_ns
+        ]
 
     def _follow_stopped(self) -> None:
         """Who was told to stop and has nothing left ends, and is started again."""

@@ -95,7 +95,7 @@ class Reason(StrEnum):
     LAYOUT_MISMATCH = "layout_mismatch"
     BAD_PAGES = "bad_pages"
     NO_ROUTE = "no_route"
-    PEER_UNREACHABLE = "peer_unreachable"
+    TRANSFER_UNREACHABLE = "transfer_unreachable"
     PEER_LOST = "peer_lost"
     TRANSFER_TIMEOUT = "transfer_timeout"
     TRANSFER_INCOMPLETE = "transfer_incomplete"

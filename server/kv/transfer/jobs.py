@@ -123,6 +123,14 @@ class JobTable:
         """Whether the handoff has ended here, as far as that is remembered."""
         return handoff_id in self._over
 
+    def come_from(self, incarnation: str) -> dict[str, int]:
+        """How many jobs have come, by handoff of that prefill worker."""
+        return {
+            handoff.handoff_id: handoff.next_index
+            for handoff in self._handoffs.values()
+            if handoff.first.prefill.incarnation == incarnation
+        }
+
     def open(self, handoff: TransferHandoff) -> None:
         self._handoffs[handoff.handoff_id] = handoff
 

@@ -203,7 +203,7 @@ class Sender:
             return None
         first = self._queue[0]
         if self._is_opening and now_ns >= first.connect_by_ns:
-            return TransferError(Reason.PEER_UNREACHABLE, f"{self.address} does not answer")
+            return TransferError(Reason.TRANSFER_UNREACHABLE, f"{self.address} does not answer")
         if now_ns >= first.deadline_ns:
             return TransferError(
                 Reason.TRANSFER_TIMEOUT,
@@ -250,7 +250,7 @@ class Sender:
         self._connecting = False
 
     def _unreachable(self, code: int) -> TransferError:
-        return TransferError(Reason.PEER_UNREACHABLE, f"{self.address}: {os.strerror(code)}")
+        return TransferError(Reason.TRANSFER_UNREACHABLE, f"{self.address}: {os.strerror(code)}")
 
     @staticmethod
     def _is_sent(item: Outgoing) -> bool:

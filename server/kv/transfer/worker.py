@@ -97,7 +97,7 @@ class MessageSink(Protocol):
 class TransferWorker:
     """Runs copy jobs over `transfer`. Not thread-safe: one thread steps it.
 
-    ignored       messages that changed nothing, by why: duplicate, late, unexpected
+    ignored       messages that changed nothing, by why: duplicate, late, stale, unexpected
     undelivered   answers that could not be queued for their receiver
     """
 
@@ -134,7 +134,7 @@ class TransferWorker:
         self._started_ns = clock.monotonic_ns()
         self._standstill = Standstill(pauses, self._started_ns)
         self._register_errors: dict[str, str] = {}
-        self._askers: dict[str, list[Peer]] = {}  # who waits for the drain of a handoff
+        self._askers: dict[str, list[CancelCopies]] = {}  # who waits for the drain of a handoff
         self._swept_ns = clock.monotonic_ns()
         deadlines = config.settings.deadlines
         self._copy_ns = round(deadlines.copy_s * NS_PER_S)
@@ -200,6 +200,9 @@ class TransferWorker:
 
     def _receive_job(self, message: CopyJob, arrived_ns: int) -> None:
         handoff_id = message.context.handoff_id
+        if message.again_to not in ("", self._me.incarnation):
+            self.ignored["stale"] += 1
+            return
         if self.jobs.is_over(handoff_id) or handoff_id in self._askers:
             self.ignored["late"] += 1
             return
@@ -257,8 +260,8 @@ class TransferWorker:
 
     def _receive_cancel(self, message: CancelCopies) -> None:
         askers = self._askers.setdefault(message.handoff_id, [])
-        if message.reply_to not in askers:
-            askers.append(message.reply_to)
+        if message not in askers:
+            askers.append(message)
         handoff = self.jobs.get(message.handoff_id)
         if handoff is not None:
             self.jobs.give_up(handoff, CopyState.CANCELLED)
@@ -460,15 +463,19 @@ class TransferWorker:
         if handoff is not None:
             self._end_drained(handoff, askers)
         self.jobs.close(event.handoff_id)
-        for peer in askers:
+        for asked in askers:
+            peer = asked.reply_to
             self._send(
                 peer,
                 CopiesDrained(
-                    handoff_id=event.handoff_id, transfer=self._me, started_ns=self._started_ns
+                    handoff_id=event.handoff_id,
+                    transfer=self._me,
+                    started_ns=self._started_ns,
+                    jobs=self.jobs.come_from(peer.incarnation) if asked.ask_jobs else {},
                 ),
             )
 
-    def _end_drained(self, handoff: TransferHandoff, askers: list[Peer]) -> None:
+    def _end_drained(self, handoff: TransferHandoff, askers: list[CancelCopies]) -> None:
         running = handoff.running
         if running is not None:
             running.advance(CopyState.CANCELLED)
@@ -478,7 +485,7 @@ class TransferWorker:
             settled = handoff.first.transfer_address is None
             self._fail(handoff, running.message.index, handoff.failure, settled=settled)
         else:
-            by = askers[0].instance if askers else None
+            by = askers[0].reply_to.instance if askers else None
             handoff.trace.abort(Outcome.CANCELLED, Reason.CANCELLED, by=by)
             handoff.trace.end()
 

@@ -609,6 +609,31 @@ def test_process_lost_in_one_attempt_is_not_lost_in_the_next_one_too(
     assert last_of(spans, stage) == ("failed", "request_lost", "gateway")
 
 
+@pytest.mark.parametrize("late_us", [15_000, 40_000], ids=["in the next one", "after the request"])
+def test_what_a_process_that_stood_still_does_late_is_no_part_of_the_attempt(late_us: int) -> None:
+    """It went on once the attempt had been given up, and others did its work."""
+    first = request_of(
+        [
+            *until(pd_moments(), 710),
+            (DECODE, Mark.RESERVE_RECEIVED, late_us, {}),
+            (DECODE, Mark.PAGES_RESERVED, late_us + 100, {}),
+            aborted(DECODE, late_us + 200, "lost", "worker_lost", "gateway"),
+        ],
+        lost={DECODE: 8_000},
+    )
+    spans = assemble(two_attempts(first, 6_600))
+    one, _ = [span for span in spans if span.name == "attempt"]
+    of_one = [span for span in spans if span.parent_id == one.span_id]
+    assert {span.name for span in of_one} >= {"gateway.dispatch", "hop.dispatch"}
+    end_ns = one.attributes[a.END_NS.key]
+    assert end_ns == START_NS + 9_000 * US
+    assert not [span.name for span in of_one if span.attributes[a.END_NS.key] > end_ns]  # pyright: ignore[reportOperatorIssue]
+    (dispatch,) = [span for span in of_one if span.name == "hop.dispatch"]
+    assert dispatch.attributes[a.OUTCOME.key] == "failed"
+    assert dispatch.status is StatusCode.ERROR
+    assert one.attributes[a.OUTCOME_STAGE.key] == "hop.dispatch"
+
+
 def test_process_that_is_lost_with_the_second_attempt_was_not_with_the_first() -> None:
     """It had both, and had given up the first."""
     moments = [*until(pd_moments(), 5_000), aborted(PREFILL, 8_000, "failed", "internal", "p")]

@@ -100,7 +100,7 @@ LOSSES = [
     Loss(LegReport, "decode-0", REPAIRED, REPAIRED, 2),
     Loss(DecodeRequest, "decode-0", "timed_out", "deadline_exceeded", 31),
     Loss(PrefillRequest, "prefill-0", "timed_out", "deadline_exceeded", 31),
-    Loss(CopyJob, "transfer", "timed_out", "deadline_exceeded", 31),
+    Loss(CopyJob, "transfer", REPAIRED, REPAIRED, 3),
 ]
 
 

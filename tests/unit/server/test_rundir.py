@@ -4,6 +4,7 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,21 @@ def test_pools_of_a_killed_server_are_removed_and_those_of_a_live_one_kept(tmp_p
         assert (tmp_path / f"{prefix}alive").is_dir()
     finally:
         os.close(fd)
+
+
+def test_what_a_start_that_was_killed_half_way_left_is_removed_and_a_start_under_way_is_not(
+    tmp_path: Path,
+) -> None:
+    for name in ("old", "old-locked", "young"):
+        (tmp_path / f"pdtrace-new-{name}").mkdir()
+    (tmp_path / "pdtrace-new-old-locked" / "owner").touch()
+    hour_ago_s = time.time() - 3600
+    for name in ("old", "old-locked"):
+        os.utime(tmp_path / f"pdtrace-new-{name}", (hour_ago_s, hour_ago_s))
+    with RunDir.acquire(tmp_path / "run") as run_dir:
+        run_dir.place_pools(1024, shared_memory=tmp_path)
+        left = sorted(path.name for path in tmp_path.glob("pdtrace-new-*"))
+    assert left == ["pdtrace-new-young"]
 
 
 def test_long_run_directory_gets_short_socket_paths(tmp_path: Path) -> None:

@@ -156,9 +156,14 @@ async def test_worker_that_leaves_is_doubted_itself_and_only_if_nobody_told_it_t
     assert bench.not_ready() == {"decode-1": MemberState.SUSPECT}
 
 
-async def test_without_a_transfer_process_nobody_is_paired_until_it_is_heard_of() -> None:
+@pytest.mark.parametrize(
+    ("by", "reason"), [("decode-0", "transfer_lost"), ("prefill-0", "transfer_unreachable")]
+)
+async def test_without_a_transfer_process_nobody_is_paired_until_it_is_heard_of(
+    by: str, reason: str
+) -> None:
     bench = Bench()
-    bench.close(bench.attempt(), "decode-0", "transfer_lost")
+    bench.close(bench.attempt(), by, reason)
     assert bench.not_ready() == {"transfer-0": MemberState.SUSPECT}
     assert bench.cluster.choose(REQUEST) is None
     bench.beat("transfer-0")

@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.errors import InvalidRequest
-from server.gateway.openai_api import UNSUPPORTED, GenerationRequest, Operation, parse_request
+from server.gateway.openai_api import (
+    UNSUPPORTED,
+    WITHOUT_EFFECT,
+    GenerationRequest,
+    Operation,
+    parse_request,
+)
 
 TEXT = Operation.TEXT_COMPLETION
 
@@ -187,8 +193,36 @@ def test_true_is_not_one() -> None:
     assert refused(completion, best_of=True).code == "unsupported_parameter"
 
 
-def test_unknown_fields_are_ignored() -> None:
-    assert completion(user="me", metadata={"a": 1}, frobnicate=[1]).prompt == "hi"
+@pytest.mark.parametrize("make", [completion, chat])
+def test_unknown_parameter_is_refused_by_name_unless_it_is_null(make: Any) -> None:
+    error = refused(make, frobnicate=[1])
+    assert (error.http_status, error.code) == (400, "unsupported_parameter")
+    assert error.param == "frobnicate"
+    assert len(str(refused(make, **{"x" * 10_000: 1}))) < 300
+    assert make(frobnicate=None).max_tokens is None
+    options = {"include_usage": True, "frobnicate": 1}
+    error = refused(make, stream=True, stream_options=options)
+    assert error.param == "stream_options.frobnicate"
+    assert make(stream=True, stream_options={**options, "frobnicate": None}).include_usage
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+def test_parameter_with_which_the_answer_is_the_same_is_accepted(make: Any) -> None:
+    assert make(**dict.fromkeys(WITHOUT_EFFECT, "x")).max_tokens is None
+    assert make(metadata={"a": 1}, store=False).max_tokens is None
+
+
+def test_unknown_fields_of_a_message_are_ignored() -> None:
+    """An answer as the API gave it, sent back as a part of the history."""
+    answer = {"role": "assistant", "content": "ho", "refusal": None, "annotations": []}
+    request = chat(messages=[{"role": "user", "content": "hi"}, answer])
+    assert len(request.prompt) == 2
+
+
+def test_usage_so_far_is_asked_for_on_its_own() -> None:
+    request = completion(stream=True, stream_options={"continuous_usage_stats": True})
+    assert (request.usage_so_far, request.include_usage) == (True, False)
+    assert not completion(stream=True, stream_options={"include_usage": True}).usage_so_far
 
 
 @pytest.mark.parametrize(

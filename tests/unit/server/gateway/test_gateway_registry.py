@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 
 from pdtrace.stages import Role
+from server.config import COLOCATED, Settings
 from server.engine.fake import FakeModel
+from server.gateway.expected import missing_processes
 from server.gateway.health import HealthReport
 from server.gateway.registry import MAX_STRANGERS, MemberState, Registry, WorkerUse
 from server.gateway.routing import count_pairs
@@ -305,3 +307,12 @@ def test_health_is_lost_by_who_is_lacking_and_not_by_who_left_or_was_never_of_us
     for name, role in PLAN[:2]:
         members.observe(beat(name, role, seq=2), 4.0)
     assert healthy(members, 5.0)
+
+
+def test_stranger_of_the_same_role_takes_nobodys_place() -> None:
+    settings = Settings(model="fake", prefill=1, decode=2, transfer="shm")
+    heard = {"prefill-0", "decode-1", "decode-of-another-run"}
+    assert missing_processes(settings, heard) == {Role.DECODE: 1, Role.TRANSFER: 1}
+    assert missing_processes(settings, {*heard, "decode-0", "transfer-0"}) == {}
+    together = Settings(model="fake", mode=COLOCATED, workers=2)
+    assert missing_processes(together, {"worker-0", "worker-9"}) == {Role.WORKER: 1}

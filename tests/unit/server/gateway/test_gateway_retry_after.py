@@ -6,14 +6,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.gateway.retry_after import MAX_S, MIN_S, WINDOW_S, DrainRate, retry_after_s
+from server.gateway.retry_after import (
+    GUESS_S,
+    MAX_S,
+    MIN_S,
+    WINDOW_S,
+    DrainRate,
+    retry_after_s,
+)
+
+PLACES = 8
 
 
 @pytest.mark.parametrize(
     ("waiting", "per_s", "expected"),
     [
         (0, 0.0, MIN_S),  # nobody waits: the reason lies elsewhere
-        (1, 0.0, MAX_S),
+        (1, 0.0, GUESS_S),  # none has ended lately: that says nothing of the queue
+        (PLACES, 0.0, GUESS_S),
+        (PLACES + 1, 0.0, 2 * GUESS_S),
+        (100 * PLACES, 0.0, MAX_S),
         (256, 0.1, MAX_S),
         (10, 4.0, 3),
         (8, 4.0, 2),
@@ -22,15 +34,16 @@ from server.gateway.retry_after import MAX_S, MIN_S, WINDOW_S, DrainRate, retry_
     ],
 )
 def test_it_is_the_time_that_the_queue_takes(waiting: int, per_s: float, expected: int) -> None:
-    assert retry_after_s(waiting, per_s) == expected
+    assert retry_after_s(waiting, per_s, PLACES) == expected
 
 
 @given(waiting=st.integers(0, 10_000), per_s=st.floats(0, 1e6))
 def test_it_is_bounded_and_grows_with_the_queue(waiting: int, per_s: float) -> None:
-    seconds = retry_after_s(waiting, per_s)
+    seconds = retry_after_s(waiting, per_s, PLACES)
     assert MIN_S <= seconds <= MAX_S
-    assert seconds <= retry_after_s(waiting + 1, per_s)
-    assert seconds >= retry_after_s(waiting, per_s + 1)
+    assert seconds <= retry_after_s(waiting + 1, per_s, PLACES)
+    if per_s:
+        assert seconds >= retry_after_s(waiting, per_s + 1, PLACES)
 
 
 def test_rate_counts_what_came_free_lately() -> None:

@@ -287,6 +287,19 @@ def test_step_that_raises_fails_its_requests_and_the_loop_goes_on(
     assert cluster.results[good].outcome("decode-0") == "completed"
 
 
+def test_unreachable_transfer_process_is_blamed_itself(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    handoff_id = cluster.submit(prompt(20))
+    for _ in range(2):
+        cluster.step()
+    cluster.channels.cut.add("transfer")
+    for _ in range(6):
+        cluster.step()
+    cluster.channels.cut.clear()
+    cluster.settle()  # its pages are free once the transfer process has let go of them
+    assert cluster.results[handoff_id].reason("prefill-0") == "transfer_unreachable"
+
+
 def test_unreachable_decode_fails_the_request_at_once(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
     handoff_id = cluster.submit(prompt(20))

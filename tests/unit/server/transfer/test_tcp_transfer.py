@@ -231,7 +231,7 @@ def test_nobody_at_the_address_fails_the_copy_as_settled(harness: TcpHarness) ->
     ends = Ends(harness)
     ends.copy(source, [0], destination, [0])
     event = failure_of(ends.next_event())
-    assert (event.reason, event.settled) == (Reason.PEER_UNREACHABLE, True)
+    assert (event.reason, event.settled) == (Reason.TRANSFER_UNREACHABLE, True)
     assert harness.address in event.message
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec.structs
 import pytest
 
 from pdtrace.ring.records import ClockRecord, MarkRecord
@@ -15,6 +16,8 @@ from server.kv.transfer.base import PageCopy, Reason, TransferError
 from server.kv.transfer.memory import Abort, Delay, Fate, copy_all
 from server.wire.messages import (
     AnyMessage,
+    CancelCopies,
+    CopiesDrained,
     CopyDone,
     CopyFailed,
     Handoff,
@@ -274,6 +277,33 @@ def test_repeated_jobs_are_ignored_and_counted(make_rig: MakeRig) -> None:
     rig.step(job(1, last=True, pages=(1,)), times=2)
     assert rig.mail.to(DECODE) == [done(0, last=False), done(1, last=True)]
     assert rig.worker.ignored == {"duplicate": 1, "late": 1}
+
+
+def test_a_prefill_worker_that_asks_hears_how_many_of_its_own_jobs_have_come(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(lambda _copy: Fate.LOSE)
+    rig.step(job(0), job(1), job(0, handoff="b"), job(0, last=True, handoff="over"))
+    rig.step(cancel("over", DECODE), times=2)
+    for asker, jobs in ((PREFILL, {"a": 2, "b": 1}), (DECODE, {})):
+        rig.mail.sent.clear()
+        rig.step(CancelCopies(handoff_id="known?", reply_to=asker, ask_jobs=True))
+        [answer] = rig.mail.to(asker)
+        assert isinstance(answer, CopiesDrained)
+        assert answer.jobs == jobs
+    rig.mail.sent.clear()
+    rig.step(cancel("known?", PREFILL))
+    assert rig.mail.to(PREFILL) == [drained("known?")]  # who does not ask is not told
+
+
+def test_a_job_sent_again_is_run_by_the_process_that_lacked_it_alone(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    again = msgspec.structs.replace(job(0, last=True), again_to="the one before")
+    rig.step(again, times=2)
+    assert rig.worker.ignored == {"stale": 1}
+    assert rig.worker.jobs.num_handoffs == 0
+    rig.step(msgspec.structs.replace(again, again_to="t"), times=2)
+    assert rig.mail.to(DECODE) == [done(0, last=True)]
 
 
 @pytest.mark.parametrize("running", [False, True])
