@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pdtrace.terminal.whole_words import WholeWords
+from pdtrace.terminal.whole_words import WholeWords, WholeWordsGroup
 from server.errors import StartError
 from server.listening import free_loopback_port
 from server.process import EXIT_START_ERROR
@@ -31,6 +31,7 @@ _PAGES = {
 }
 
 stack_app = typer.Typer(
+    cls=WholeWordsGroup,
     name="stack",
     help="Jaeger, Prometheus and Alertmanager beside the server, on loopback (docs/stack.md).",
     no_args_is_help=True,
