@@ -22,7 +22,7 @@ help: ## show this list
 setup: ## create or update .venv (no-op when up to date)
 	@.ci/setup $(PYTHON)
 
-demo: setup ## serve a real model, stall some requests, name each stall's stage (under 3 minutes)
+demo: setup ## serve a real model, stall some requests, name each stall's stage (minutes)
 	@$(VENV)/python -m server demo $(DEMO_ARGS)
 
 test: setup ## run all tests; PYTEST_ARGS="tests/unit -k ring" narrows them

@@ -291,8 +291,13 @@ class Recorder:
                       attributes are left out and counted; None: no limit. PDTRACE_BUDGET, a number
                       or `off`, has the last word
 
-        Raises RingCreateError, also for a budget that is none.
+        Raises RingCreateError, also for a role or a budget that is none.
         """
+        try:
+            role = Role(role)  # callers without a type checker give its name
+        except ValueError as error:
+            known = ", ".join(Role)
+            raise RingCreateError(f"role is {role!r}, expected one of {known}") from error
         try:
             share = read_budget(os.environ, budget)
         except ValueError as error:

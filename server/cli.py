@@ -358,8 +358,8 @@ def up(
                 if as_json:
                     print(json.dumps(msgspec.to_builtins(launcher.state())), flush=True)
                 else:
-                    out = _Console(file=trimmed(sys.stdout), highlight=False)
-                    describe(launcher, out, joined)
+                    console_out = _Console(file=trimmed(sys.stdout), highlight=False)
+                    describe(launcher, console_out, joined)
             except OSError as error:  # that nobody hears it is no reason not to serve
                 print(f"warning: {_unwritable(error)}", file=sys.stderr)
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

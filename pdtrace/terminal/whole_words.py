@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 _OPTION = re.compile(r"--[a-z][a-z-]*")
 _UNBROKEN = "\N{NON-BREAKING HYPHEN}"
@@ -28,13 +28,26 @@ class WholeWords(TyperCommand):
             self.epilog = _OPTION.sub(_unbroken, self.epilog)
 
     def get_short_help_str(self, limit: int = 45) -> str:
-        """Its line in the list of commands: the whole first sentence, over as many lines."""
-        paragraph = " ".join((self.short_help or self.help or "").split("\n\n")[0].split())
-        return re.split(r"(?<=\.)\s", paragraph)[0].replace(_UNBROKEN, "-")
+        """Its line in the list of commands."""
+        return _first_sentence(self)
 
     def get_help(self, ctx: Any) -> str:
         """The page, with the hyphens that users type."""
         return super().get_help(ctx).replace(_UNBROKEN, "-")
+
+
+class WholeWordsGroup(TyperGroup):
+    """A group of commands within another, for `typer.Typer(cls=)`."""
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """Its line in the list of commands."""
+        return _first_sentence(self)
+
+
+def _first_sentence(command: TyperCommand | TyperGroup) -> str:
+    """The whole of it, over as many lines as it takes: a sentence that is cut helps nobody."""
+    paragraph = " ".join((command.short_help or command.help or "").split("\n\n")[0].split())
+    return re.split(r"(?<=\.)\s", paragraph)[0].replace(_UNBROKEN, "-")
 
 
 def _unbroken(match: re.Match[str]) -> str:

@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pdtrace.terminal.whole_words import WholeWords
+from pdtrace.terminal.trimmed import trimmed
+from pdtrace.terminal.whole_words import WholeWords, WholeWordsGroup
 from server.errors import StartError
 from server.listening import free_loopback_port
 from server.process import EXIT_START_ERROR
@@ -31,6 +32,7 @@ _PAGES = {
 }
 
 stack_app = typer.Typer(
+    cls=WholeWordsGroup,
     name="stack",
     help="Jaeger, Prometheus and Alertmanager beside the server, on loopback (docs/stack.md).",
     no_args_is_help=True,
@@ -149,7 +151,7 @@ def _show(folder: Path, state: StackState, *, as_json: bool) -> None:
     for program in state.programs:
         shown = str(program.process.pid) if program.name in running else "ended"
         table.add_row(program.name, shown, program.url, _PAGES.get(program.name, program.log))
-    console = Console(highlight=False)
+    console = Console(file=trimmed(sys.stdout), highlight=False)
     console.print(table)
     console.print(
         f"\nOTLP at {state.otlp}; data and logs in {folder}\n"

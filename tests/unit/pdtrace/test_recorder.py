@@ -1076,3 +1076,14 @@ def test_a_childs_drops_before_its_ring_are_in_the_ring(tmp_path: Path):
     recorder.step(StepKind.DECODE, [parents], tokens=1, begin_ns=1, end_ns=2)
     assert in_child(child) == 0
     recorder.close()
+
+
+def test_role_may_be_a_name_and_an_unknown_one_is_said(tmp_path: Path) -> None:
+    name: Role = "decode"  # pyright: ignore[reportAssignmentType] as a caller without types
+    with Recorder.open(tmp_path, role=name, instance="d", capacity=SMALL_RING) as recorder:
+        assert recorder.path is not None
+        with RingReader(recorder.path) as reader:
+            assert reader.identity.role is Role.DECODE
+    wrong: Role = "decoder"  # pyright: ignore[reportAssignmentType] as above
+    with pytest.raises(RingCreateError, match=r"role is 'decoder', expected one of gateway, pre"):
+        Recorder.open(tmp_path, role=wrong, instance="d", capacity=SMALL_RING)
