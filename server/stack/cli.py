@@ -99,7 +99,7 @@ def up(
             timeout_s=timeout,
             progress=lambda name: status.update(f"starting {name}"),
         )
-        servers = add_running_servers(Stack(folder, state), RUNS)
+        servers = add_running_servers(Stack(folder, state), folder.parent)
     _show(folder, state, as_json=as_json)
     if servers and not as_json:
         print(f"scraped from now on: {', '.join(servers)}; start them anew to export traces")

@@ -15,7 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from server.cli import app as server_app
+from server.cli import stack_to_join
 from server.errors import StartError
 from server.stack import lifecycle
 from server.stack.detached import Identity, is_running, start, stop
@@ -32,7 +35,7 @@ from server.stack.plan import (
     target_list,
     with_webhook,
 )
-from server.stack.programs import Programs
+from server.stack.programs import Programs, find_programs, jaeger_path
 from server.stack.state import Running, StackState, boot_id, read_state, write_state
 
 PROGRAMS = Programs(Path("/x/jaeger"), Path("/x/prometheus"), Path("/x/alertmanager"))
@@ -75,6 +78,49 @@ def test_programs_are_told_every_address(tmp_path: Path) -> None:
     asked = (lifecycle.COLLECTOR / "jaeger.yaml").read_text()
     for name in jaeger:
         assert f"${{env:{name}:-" in asked, name
+
+
+def test_missing_program_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDTRACE_JAEGER", str(tmp_path / "nowhere"))
+    assert jaeger_path() == tmp_path / "nowhere"
+    nobody: Callable[[str], None] = lambda _: None  # noqa: E731
+    monkeypatch.setattr("shutil.which", nobody)
+    with pytest.raises(
+        StartError, match="not installed: jaeger, prometheus, alertmanager; `make stack`"
+    ):
+        find_programs()
+
+
+def test_stack_that_was_asked_for_and_is_not_up_is_an_error(tmp_path: Path) -> None:
+    asked = ["up", "--stack", str(tmp_path / "none"), "--run-dir", str(tmp_path / "run")]
+    result = CliRunner().invoke(server_app, asked)
+    assert result.exit_code == 2
+    assert "nothing is up in" in result.stderr
+    assert "stack up --dir" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_server_with_a_run_directory_of_its_own_joins_nothing_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    process = start(SLEEPER, environment={}, folder=tmp_path, log=tmp_path / "log")
+    try:
+        (tmp_path / "run" / "stack").mkdir(parents=True)
+        write_state(tmp_path / "run" / "stack", a_state(process))
+        assert stack_to_join(None, tmp_path / "elsewhere") is None
+        assert "OTEL_EXPORTER_OTLP_ENDPOINT" not in os.environ
+        joined = stack_to_join(None, None)
+        assert joined is not None
+        assert os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://127.0.0.1:4318"
+        assert joined.jaeger_url == "http://127.0.0.1:1"
+    finally:
+        os.environ.pop("OTEL_EXPORTER_OTLP_ENDPOINT", None)
+        stop([process], timeout_s=WAIT_S)
+    assert stack_to_join(None, None) is None
 
 
 def test_targets_are_lists_that_prometheus_reads(tmp_path: Path) -> None:
