@@ -234,6 +234,7 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     pool_path           backing file of its KV pool; None for gateway and transfer
     ready_fd            pipe through which it tells the launcher that it serves
     until_closed        the agent: end once everything that was recorded is exported
+    follows             whether a process of its name ran before it in this server
     """
 
     settings: Settings
@@ -248,3 +249,4 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     http_fd: int | None = None  # gateway: listening socket inherited from the launcher
     ready_fd: int | None = None
     until_closed: bool = False
+    follows: bool = False

@@ -45,6 +45,7 @@ from server.wire.endpoints import LoopbackPorts
 
 STATE_VERSION = 1
 _POLL_S = 0.1
+_REWRITE_S = 1.0  # until a state file that could not be written is tried again
 _STOP_S = 10.0
 _AGENT_STOP_S = 20.0
 _STOP_ORDER = (("gateway",), ("prefill", "decode", "worker"), ("transfer",), (AGENT,))
@@ -86,6 +87,7 @@ class Launcher:
     _signals: int = 0
     _was_ready: bool = False
     _state_is_old: bool = False
+    _rewrite_at_s: float = 0.0
 
     @classmethod
     def prepare(cls, settings: Settings, *, fresh: bool = False) -> Launcher:
@@ -295,7 +297,8 @@ class Launcher:
             for sentence in self.supervisor.look(time.monotonic()):
                 _say(sentence)
         finally:
-            if before != [member.state for member in self.supervisor.members]:
+            changed = before != [member.state for member in self.supervisor.members]
+            if changed or (self._state_is_old and time.monotonic() >= self._rewrite_at_s):
                 self._write_state()
 
     def _write_state(self, *, stopped_at: float | None = None) -> None:
@@ -312,6 +315,7 @@ class Launcher:
                     f"{error.strerror}"
                 )
             self._state_is_old = True
+            self._rewrite_at_s = time.monotonic() + _REWRITE_S
         else:
             self._state_is_old = False
 

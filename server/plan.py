@@ -108,6 +108,7 @@ def successor(config: ProcessConfig) -> ProcessConfig:
         config,
         settings=msgspec.structs.replace(config.settings, faults=()),
         incarnation=secrets.token_hex(8),
+        follows=True,
     )
     if config.pool_path is None:
         return config

@@ -85,14 +85,19 @@ def main(arguments: list[str] | None = None) -> int:
             )
         run(config)
     except (StartError, ModelError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        _say(f"error: {error}")
         return EXIT_START_ERROR
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        print(f"error: {error}: no room for the KV pool or the recording", file=sys.stderr)
+        _say(f"error: {error}: no room for the KV pool or the recording")
         return EXIT_START_ERROR
     return 0
+
+
+def _say(words: str) -> None:
+    with contextlib.suppress(OSError):  # the log is on the disk that is full
+        print(words, file=sys.stderr, flush=True)
 
 
 def leave(code: int) -> NoReturn:

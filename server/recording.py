@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
 from pdtrace.clock import Clock
-from pdtrace.errors import PdtraceError
+from pdtrace.errors import PdtraceError, RingCreateError
 from pdtrace.recorder import Recorder
 from pdtrace.stages import Role
 from server.clock_fault import make_clock
 from server.config import ProcessConfig
 from server.errors import StartError
+from server.readiness import announce_unrecorded
 from server.round_trips import RoundTrip
+
+_logger = logging.getLogger(__name__)
 
 
 def process_clock(config: ProcessConfig) -> Clock:
@@ -23,7 +28,11 @@ def process_clock(config: ProcessConfig) -> Clock:
 def open_recorder(
     config: ProcessConfig, role: Role, clock: Clock, recorder: type[Recorder] = Recorder
 ) -> Recorder:
-    """The process's recorder, disabled where settings say so. Raises StartError."""
+    """The process's recorder, disabled where settings say so.
+
+    Where no ring can be made, as on a full disk, the server's first process of that name raises
+    StartError: whoever starts the server hears of it. One that follows it serves unrecorded.
+    """
     if not config.settings.record:
         return Recorder.disabled()
     rings = config.settings.rings_path
@@ -37,6 +46,10 @@ def open_recorder(
             resource=None if fault is None else {"host.id": fault.host},
         )
     except PdtraceError as error:
+        if config.follows and isinstance(error, RingCreateError):
+            _logger.warning("%s serves without being recorded: %s", config.instance, error)
+            announce_unrecorded(config)
+            return Recorder.disabled()
         raise StartError(f"{config.instance} cannot record in {rings}: {error}") from error
 
 

@@ -122,6 +122,11 @@ class Supervisor:
             if member.life.restarts:
                 took_s = now_s - member.life.since_s
                 said.append(f"{member.child.name} is ready again, {took_s:.1f} s after its start")
+            if member.pipe.unrecorded:
+                said.append(
+                    f"warning: {member.child.name} serves without being recorded, as no ring could "
+                    f"be made: make room in {self._run_dir.path}, then `kill {member.child.pid}`"
+                )
             member.life = became_ready(member.life, now_s)
         if member.life.phase is Phase.ENDED:
             if is_due(member.life, now_s):

@@ -125,9 +125,12 @@ def test_server_whose_run_directory_cannot_be_written_serves_and_replaces_its_ag
     """As on a full disk, which is when an agent may die."""
     with running_server(tmp_path / "run") as server:
         (tmp_path / "run" / ".server.json").mkdir()
-        os.kill(server.pid("agent"), signal.SIGKILL)
+        first = server.send_signal("agent", signal.SIGKILL)
         assert wait_until(lambda: server.log("agent").count("answering at") == 2)
         assert ask(server, Ask(request_id="after")).status == 200
+        assert server.pid("agent") == first
+        (tmp_path / "run" / ".server.json").rmdir()
+        assert wait_until(lambda: server.pid("agent") != first)
         assert server.stop() == 0
     warning = f"warning: cannot write {tmp_path}/run/server.json, which is out of date: Is a dir"
     assert (tmp_path / "run.stderr").read_text().count(warning) == 1  # not with each change

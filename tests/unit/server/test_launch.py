@@ -82,7 +82,7 @@ def test_successor_is_found_where_the_one_before_was_and_shares_nothing_with_it(
     assert Path(after.pool_path).parent == Path(before.pool_path).parent
     assert after.pool_path != before.pool_path != successor(after).pool_path
     assert after == msgspec.structs.replace(
-        before, incarnation=after.incarnation, pool_path=after.pool_path
+        before, incarnation=after.incarnation, pool_path=after.pool_path, follows=True
     )
 
 
