@@ -26,7 +26,7 @@ from pdtrace.ring.reader import RingReader
 from pdtrace.ring.records import OpenRecord
 from server.engine.fake import FakeModel
 from server.wire import messages
-from server.wire.messages import ENVELOPE, MAX_MESSAGE_BYTES, Cancel, Peer
+from server.wire.messages import ENVELOPE, MAX_MESSAGE_BYTES, Cancel, CancelCopies, Peer
 from tests.integration.conftest import EDGE_KEY
 from tests.support.aftermath import assert_recovered
 from tests.support.completions import Ask, ask
@@ -227,8 +227,10 @@ def test_hostile_messages_among_live_ones_leave_a_server_as_it_was(
             cancel = Cancel(
                 handoff_id=handoff_id, outcome="cancelled", reason="over", by="nobody", gateway=me
             )
+            copies = CancelCopies(handoff_id=handoff_id, reply_to=me)
             for push in sockets.values():
                 push.send(messages.encode(cancel))
+                push.send(messages.encode(copies))
         assert messages_sent > 500
     assert_recovered(server, probe=PROBE, recording=False)
     assert server.pids == pids
