@@ -1,0 +1,58 @@
+// Opens the page in headless Chromium once for each board and theme, and takes its picture.
+//
+// Reads one JSON document from standard input, {chromium, out, sources, timeoutMs, pages: [{name, settings}]},
+// and writes one to standard output, {pages: [{name, picture, report, failure, console}]}. PNGs go to `out`.
+
+import {dirname, join} from 'node:path';
+import {text} from 'node:stream/consumers';
+import {fileURLToPath} from 'node:url';
+
+import {chromium} from 'playwright-core';
+
+import {serve} from './serving.mjs';
+
+const FLAGS = [
+  '--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking',
+  '--disable-component-update', '--disable-sync', '--disable-dev-shm-usage', '--force-color-profile=srgb',
+  '--hide-scrollbars',
+];
+
+const asked = JSON.parse(await text(process.stdin));
+let current = asked.pages[0]?.settings;
+const dist = join(dirname(fileURLToPath(import.meta.url)), 'dist');
+const server = await serve({dist, sources: asked.sources, settings: () => current});
+const browser = await chromium.launch({executablePath: asked.chromium, args: FLAGS, timeout: asked.timeoutMs});
+const pages = [];
+try {
+  for (const page of asked.pages) {
+    current = page.settings;
+    pages.push(await draw(page));
+  }
+} finally {
+  await browser.close();
+  await server.close();
+}
+process.stdout.write(JSON.stringify({pages}));
+
+async function draw({name, settings}) {
+  const context = await browser.newContext({
+    viewport: {width: settings.widthPx, height: 1000}, timezoneId: 'UTC', colorScheme: settings.theme, reducedMotion: 'reduce',
+  });
+  const tab = await context.newPage();
+  const said = [];
+  tab.on('console', (message) => message.type() === 'error' && said.push(message.text().slice(0, 500)));
+  tab.on('pageerror', (error) => said.push(String(error.stack ?? error).slice(0, 1000)));
+  let failure = null;
+  try {
+    await tab.goto(server.url, {timeout: asked.timeoutMs});
+    await tab.waitForFunction(() => window.pdtraceReport || window.pdtraceFailure, undefined, {timeout: asked.timeoutMs});
+    failure = await tab.evaluate(() => window.pdtraceFailure ?? null);
+  } catch (error) {
+    failure = `not drawn within ${asked.timeoutMs / 1000} s: ${error.message.split('\n')[0]}`;
+  }
+  const report = await tab.evaluate(() => window.pdtraceReport ?? null);
+  const picture = join(asked.out, `${name}.png`);
+  await tab.screenshot({path: picture, fullPage: true, animations: 'disabled', timeout: asked.timeoutMs});
+  await context.close();
+  return {name, picture, report, failure, console: [...new Set(said)].slice(0, 20)};
+}

@@ -1,0 +1,50 @@
+// What became of each panel, for the program that opened the page.
+
+import type {Panel} from './board';
+
+export type Verdict = 'drawn' | 'no data' | 'error';
+
+export interface Outcome {
+  id: number;
+  title: string;
+  type: string;
+  verdict: Verdict;
+  /** Its description says when it is empty. */
+  mayBeEmpty: boolean;
+  message: string;
+  series: number;
+  points: number;
+  exemplars: number;
+}
+
+export interface Report {
+  board: string;
+  theme: string;
+  variables: Array<{name: string; shown: string; offered: number}>;
+  problems: string[];
+  panels: Outcome[];
+}
+
+const EMPTY = /(^|[.:;]\s+)Empty (while|without|where)\b/;
+
+export function mayBeEmpty(panel: Panel): boolean {
+  return EMPTY.test((panel.description ?? '').replace(/\s+/g, ' '));
+}
+
+/** Collects one outcome for each panel, and calls back when all are there. */
+export class Collector {
+  private readonly outcomes = new Map<number, Outcome>();
+
+  constructor(private readonly expected: number, private readonly done: (panels: Outcome[]) => void) {}
+
+  add(outcome: Outcome): void {
+    const before = this.outcomes.get(outcome.id);
+    if (before?.verdict === 'error') {
+      return; // what went wrong first counts, whatever is drawn afterwards
+    }
+    this.outcomes.set(outcome.id, outcome);
+    if (this.outcomes.size === this.expected) {
+      this.done([...this.outcomes.values()]);
+    }
+  }
+}
