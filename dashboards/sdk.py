@@ -31,8 +31,12 @@ from grafana_foundation_sdk.models import heatmap as hm
 from grafana_foundation_sdk.models import prometheus as pm
 
 COLUMNS = 24
+_LEGEND_BESIDE = 12
+"""From this width on a legend stands beside its plot; in less it would take half of it."""
 NOT_SHOWN = "Not shown: "
 """Begins the part of every description that says what the panel leaves out."""
+EMPTY_WHILE = "Empty while "
+"""Begins the sentence of a description that says when the panel has no data in health."""
 
 SECONDS, PERCENT, REQUESTS_S = units.Seconds, units.PercentUnit, units.RequestsPerSecond
 BYTES, BYTES_S, SHORT, OPS_S = (
@@ -329,6 +333,9 @@ def bars(
         .orientation(common.VizOrientation.HORIZONTAL)
         .display_mode(common.BarGaugeDisplayMode.BASIC)
         .value_mode(common.BarGaugeValueMode.TEXT)
+        .sizing(common.BarGaugeSizing.MANUAL)
+        .min_viz_height(16)
+        .max_viz_height(32)
         .reduce_options(cb.ReduceDataOptions().calcs(["lastNotNull"]))
         .thresholds(_thresholds(steps))
         .color_scheme(d.FieldColor().mode(m.FieldColorModeId.THRESHOLDS))
@@ -574,6 +581,9 @@ def _placed(board: Board) -> list[Json]:
             made = cast("Json", json.loads(JSONEncoder().encode(panel.builder.build())))
             made["id"] = stable_id(panel.title)
             made["gridPos"] = {"x": x, "y": y, "w": panel.width, "h": panel.height}
+            legend = made.get("options", {}).get("legend", {})
+            if panel.width < _LEGEND_BESIDE and legend.get("placement") == "right":
+                legend["placement"] = "bottom"
             if panel.links:
                 made["fieldConfig"]["defaults"]["links"] = [link.data() for link in panel.links]
             panels.append(made)

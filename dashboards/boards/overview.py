@@ -7,6 +7,7 @@ from dashboards import variables as v
 from dashboards.boards import pieces
 from dashboards.rules import recordings as rec
 from dashboards.sdk import (
+    EMPTY_WHILE,
     PERCENT,
     REQUESTS_S,
     SECONDS,
@@ -117,7 +118,7 @@ def _alive() -> tuple[Panel, ...]:
         ),
         number(
             "Alerts firing",
-            "Alerts of these rules that fire now.",
+            f"Alerts of these rules that fire now. {EMPTY_WHILE}none does.",
             "alerts that are pending, silenced notifications, and rules that are not loaded: then "
             "it reads none for ever.",
             SHORT,

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dashboards import colours, links, names, queries
 from dashboards import variables as v
-from dashboards.sdk import PERCENT, SECONDS, SHORT, Link, Panel, Query, Steps, bars, lines
+from dashboards.sdk import (
+    EMPTY_WHILE,
+    PERCENT,
+    SECONDS,
+    SHORT,
+    Link,
+    Panel,
+    Query,
+    Steps,
+    bars,
+    lines,
+)
 from pdtrace.analysis.baselines import NESTED_LEAVES
 from pdtrace.analysis.timeline import UNEXPLAINED
 from pdtrace.slo import Slo
@@ -27,6 +38,8 @@ STALLING: tuple[str, ...] = PARTS[:-1]
 """Stages that a verdict may name."""
 
 GENERATE = "decode.generate"
+_OLDEST = 8
+"""Bars that can be read in a panel of the usual height."""
 
 QUANTILE_COLOURS = {name: colours.QUANTILES[name] for name in ("p50", "p99")}
 
@@ -79,17 +92,20 @@ def open_by_stage(title: str, *, width: int = 12, height: int = 8) -> Panel:
 
 
 def oldest_by_worker(title: str, slo: Slo, *, width: int = 12, height: int = 8) -> Panel:
-    oldest = queries.highest(
+    by_worker = queries.highest(
         queries.series(names.OPEN_OLDEST_BY_WORKER, v.BY_WORKER), ("stage", "instance")
     )
     return bars(
         title,
         "Age in its stage of the request that is longest in it, by the worker that has to end the "
-        f"stage. Red from {slo.oldest_s:g} s.",
+        f"stage; the {_OLDEST} oldest. Red from {slo.oldest_s:g} s. {EMPTY_WHILE}nothing is in "
+        "flight.",
         "stages that no worker is known to have to end, as before a pair is chosen; how many wait. "
         f"In {GENERATE} long answers are old without harm (limit {slo.oldest_generate_s:g} s).",
         SECONDS,
-        Query(expr=oldest, legend="{{stage}} · {{instance}}"),
+        Query(
+            expr=f"topk({_OLDEST}, {by_worker})", legend="{{stage}} · {{instance}}", instant=True
+        ),
         steps=latency_steps(slo.oldest_s),
         links=(links.worker(), links.slow_in_this_stage()),
         width=width,

@@ -30,11 +30,15 @@ await build({
   minify: true,
   legalComments: 'none',
   define: {'process.env.NODE_ENV': '"production"', 'process.env': '{}', global: 'globalThis'},
-  loader: {'.woff': 'file', '.woff2': 'file', '.svg': 'file'},
   jsx: 'transform',
   logLevel: 'warning',
   plugins: [withoutEditor],
 });
 cpSync(join(here, 'src', 'index.html'), join(dist, 'index.html'));
 // Icons are looked up below this path at run time.
-cpSync(join(here, 'node_modules', '@grafana', 'ui', 'dist', 'public'), join(dist, 'public', 'build'), {recursive: true});
+const modules = join(here, 'node_modules');
+cpSync(join(modules, '@grafana', 'ui', 'dist', 'public'), join(dist, 'public', 'build'), {recursive: true});
+// So is the font, of which Grafana ships a copy; whole, because legends have arrows.
+for (const weight of ['Regular', 'Medium']) {
+  cpSync(join(modules, 'inter-ui', 'web', `Inter-${weight}.woff2`), join(dist, 'public', 'fonts', 'inter', `Inter-${weight}.woff2`));
+}

@@ -17,6 +17,8 @@ const FLAGS = [
   '--hide-scrollbars',
 ];
 
+const MOST_PX = 12_000;
+
 const asked = JSON.parse(await text(process.stdin));
 let current = asked.pages[0]?.settings;
 const dist = join(dirname(fileURLToPath(import.meta.url)), 'dist');
@@ -41,6 +43,7 @@ async function draw({name, settings}) {
   const tab = await context.newPage();
   const said = [];
   tab.on('console', (message) => message.type() === 'error' && said.push(message.text().slice(0, 500)));
+  tab.on('response', (response) => response.status() >= 400 && said.push(`${response.status()} ${response.url()}`));
   tab.on('pageerror', (error) => said.push(String(error.stack ?? error).slice(0, 1000)));
   let failure = null;
   try {
@@ -50,6 +53,10 @@ async function draw({name, settings}) {
   } catch (error) {
     failure = `not drawn within ${asked.timeoutMs / 1000} s: ${error.message.split('\n')[0]}`;
   }
+  // All of it within sight, also for what is only drawn when it is seen.
+  const heightPx = await tab.evaluate(() => document.documentElement.scrollHeight);
+  await tab.setViewportSize({width: settings.widthPx, height: Math.min(heightPx, MOST_PX)});
+  await tab.evaluate(() => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve))));
   const report = await tab.evaluate(() => window.pdtraceReport ?? null);
   const picture = join(asked.out, `${name}.png`);
   await tab.screenshot({path: picture, fullPage: true, animations: 'disabled', timeout: asked.timeoutMs});

@@ -5,6 +5,7 @@ import {Icon} from '@grafana/ui';
 import React from 'react';
 
 import type {Board, Panel} from './board';
+import {withDefaults} from './panels/defaults';
 import {PanelView, type Surroundings} from './PanelView';
 import {type Chosen, shown} from './variables';
 
@@ -31,7 +32,7 @@ export function BoardView({board, around}: {board: Board; around: Surroundings})
                   <Icon name="angle-down" /> {panel.title}
                 </div>
               ) : (
-                <PanelView panel={panel} width={box.width} height={box.height} around={around} />
+                <PanelView panel={withDefaults(panel)} width={box.width} height={box.height} around={around} />
               )}
             </div>
           );

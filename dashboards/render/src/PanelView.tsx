@@ -49,7 +49,9 @@ export function PanelView({panel, width, height, around}: Props): React.JSX.Elem
     >
       {(innerWidth, innerHeight) => (
         <Boundary report={(message) => around.report(outcome(panel, 'error', message))}>
-          <Body panel={panel} state={state} width={innerWidth} height={innerHeight} around={around} />
+          <div data-panel-content>
+            <Body panel={panel} state={state} width={innerWidth} height={innerHeight} around={around} />
+          </div>
         </Boundary>
       )}
     </PanelChrome>

@@ -1,9 +1,5 @@
 // The page: reads what it shall draw, draws it, and leaves `window.pdtraceReport` when it has.
 
-import '@fontsource/inter/latin-400.css';
-import '@fontsource/inter/latin-500.css';
-import '@fontsource/inter/latin-600.css';
-import '@fontsource/roboto-mono/latin-400.css';
 import {createTheme, dateTime, type GrafanaTheme2, locationUtil, ThemeContext, type TimeRange} from '@grafana/data';
 import {GlobalStyles, PortalContainer} from '@grafana/ui';
 import React from 'react';
@@ -37,6 +33,7 @@ async function main(): Promise<void> {
     getVariablesUrlParams: () => ({}),
     getTimeRangeForUrl: () => ({from: String(fromMs), to: String(toMs)}),
   });
+  await loadFont();
   const problems: string[] = [];
   const variables = await Promise.all([...chosen.values()].map((one) => offered(one, scope, problems)));
   const marks = (await Promise.all(board.annotations.list.map((one) => marksFor(one, scope, step, problems)))).flat();
@@ -51,6 +48,15 @@ async function main(): Promise<void> {
       <BoardView board={board} around={around} />
     </Themed>,
   );
+}
+
+/** Before anything is drawn: the library measures texts, and remembers how wide they were. */
+async function loadFont(): Promise<void> {
+  const weights = {Regular: '400', Medium: '500'};
+  await Promise.all(Object.entries(weights).map(async ([name, weight]) => {
+    const font = new FontFace('Inter', `url(/public/fonts/inter/Inter-${name}.woff2)`, {weight});
+    document.fonts.add(await font.load());
+  }));
 }
 
 function Themed({theme, children}: {theme: GrafanaTheme2; children: React.ReactNode}): React.JSX.Element {
@@ -108,9 +114,28 @@ async function settled(settings: Settings, panels: Outcome[], variables: Report[
   for (let frame = 0; frame < 3; frame++) {
     await new Promise((resolve) => requestAnimationFrame(resolve));
   }
+  for (const panel of panels) {
+    if (panel.verdict === 'drawn' && !painted(panel)) {
+      Object.assign(panel, {verdict: 'error', message: 'it has data, and nothing of them was painted'});
+    }
+  }
   const order = new Map(settings.board.panels.map((panel, at) => [panel.id, at]));
   panels.sort((a, b) => order.get(a.id)! - order.get(b.id)!);
   window.pdtraceReport = {board: settings.board.uid, theme: settings.theme, variables, problems, panels};
+}
+
+/** Whether the panel's content has a plot with something in it, or text. */
+function painted({id, type}: Outcome): boolean {
+  const content = document.querySelector(`[data-panel="${id}"] [data-panel-content]`);
+  const canvas = content?.querySelector('canvas');
+  if (type === 'table') {
+    return content?.querySelector('[role="gridcell"]') != null;
+  }
+  if (canvas) {
+    const pixels = canvas.getContext('2d')!.getImageData(0, 0, canvas.width, canvas.height).data;
+    return pixels.some((value) => value !== 0);
+  }
+  return (content?.textContent ?? '').trim() !== '';
 }
 
 main().catch((error: Error) => {

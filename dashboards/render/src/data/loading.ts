@@ -1,7 +1,7 @@
 // The data of one panel: its queries, transformations and field settings, in Grafana's order.
 
 import {
-  applyFieldOverrides, type DataFrame, FieldType, type GrafanaTheme2, type ScopedVars, standardTransformers,
+  applyFieldOverrides, cacheFieldDisplayNames, type DataFrame, FieldType, type GrafanaTheme2, type ScopedVars, standardTransformers,
   standardTransformersRegistry, transformDataFrame,
 } from '@grafana/data';
 import {lastValueFrom} from 'rxjs';
@@ -49,6 +49,7 @@ export async function load(panel: Panel, settings: Settings, chosen: Map<string,
     theme,
     timeZone: settings.timeZone,
   });
+  cacheFieldDisplayNames(frames);
   return {frames, exemplars: distinct(answers.flatMap((answer) => answer.exemplars)), stepMs: step, replace};
 }
 

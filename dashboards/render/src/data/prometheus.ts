@@ -80,7 +80,7 @@ async function seriesOf(target: Target, asked: Asked): Promise<Series[]> {
 }
 
 function line(target: Target, series: Series, asked: Asked): DataFrame {
-  const points = series.values ?? (series.value ? [series.value] : []);
+  const points = series.values ? onGrid(series.values, asked) : [series.value!];
   const name = legend(target.legendFormat, series.metric);
   return toDataFrame({
     refId: target.refId,
@@ -95,6 +95,17 @@ function line(target: Target, series: Series, asked: Asked): DataFrame {
         config: {displayNameFromDS: name},
       },
     ],
+  });
+}
+
+/** Every step of the range, so that a step without a value is a gap and no line is drawn across it. */
+function onGrid(values: Array<[number, string]>, {fromMs, toMs, stepMs}: Asked): Array<[number, string]> {
+  const known = new Map(values.map(([time, value]) => [Math.round(time * 1000), value]));
+  const first = Math.floor(fromMs / stepMs);
+  const count = Math.floor(toMs / stepMs) - first + 1;
+  return Array.from({length: count}, (_, index) => {
+    const ms = (first + index) * stepMs;
+    return [ms / 1000, known.get(ms) ?? 'NaN'];
   });
 }
 

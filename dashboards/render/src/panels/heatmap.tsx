@@ -37,7 +37,7 @@ function Heatmap(drawing: Drawing): React.JSX.Element {
       splits: () => everyNth(rows.edges.length, height),
       values: (_, splits) => splits.map((row) => edgeText(rows.edges[row - 1], format)),
     });
-    plot.addHook('drawClear', (u: uPlot) => cells(u, rows, data.stepMs, options.cellGap ?? 1, (count) => (count > lowest ? shade(count) : null)));
+    plot.addHook('drawAxes', (u: uPlot) => cells(u, rows, data.stepMs, options.cellGap ?? 1, (count) => (count > lowest ? shade(count) : null)));
     addMarks(plot, marks, theme);
     const toRow = (value: number): number => rowFor(value, rows.edges) + 0.5;
     addExemplars(plot, thin(data.exemplars, 2 * data.stepMs), ROWS, options.exemplars.color, toRow);

@@ -51,7 +51,7 @@ function Plot({drawing, rows, width, height}: {drawing: Drawing; rows: Row[]; wi
       splits: () => rows.map((_, row) => middle(row)),
       values: (_, splits) => splits.map((at) => rows[rows.length - Math.ceil(at)].name),
     });
-    plot.addHook('drawClear', (u: uPlot) => {
+    plot.addHook('drawAxes', (u: uPlot) => {
       const half = panel.options.rowHeight / 2;
       rows.forEach((row, index) => row.runs.forEach((run) => {
         const left = Math.max(u.valToPos(run.fromMs, 'x', true), u.bbox.left);

@@ -14,9 +14,11 @@ export const table: Kind = ({panel, data, width, height, range}) => {
       height={height}
       noHeader={!options.showHeader}
       showTypeIcons={options.showTypeIcons}
-      initialSortBy={options.sortBy ?? []}
+      sortBy={options.sortBy ?? []}
       cellHeight={options.cellHeight}
       fieldConfig={panel.fieldConfig as any}
+      noValue={panel.fieldConfig?.defaults.noValue}
+      enableVirtualization={false}
       timeRange={range}
       structureRev={1}
     />

@@ -20,5 +20,6 @@ export function rowPlot(range: TimeRange, timeZone: string, theme: GrafanaTheme2
   });
   config.addSeries({scaleKey: ROWS, theme, show: true, pathBuilder: () => null, pointsBuilder: () => false} as any);
   config.setCursor({show: false});
+  config.setPadding([8, 24, 0, null]); // the last time stands half outside
   return config;
 }

@@ -1,6 +1,5 @@
 // Lines, areas and bars over time: the library's own plot, with exemplars and annotations over it.
 
-import {type DataFrame} from '@grafana/data';
 import {type UPlotConfigBuilder, TimeSeries} from '@grafana/ui';
 import React from 'react';
 
@@ -15,7 +14,7 @@ export const timeseries: Kind = (drawing) => {
   const done = new WeakSet<UPlotConfigBuilder>();
   return (
     <TimeSeries
-      frames={sortedByLegend(data.frames)}
+      frames={data.frames}
       width={width}
       height={height}
       timeRange={range}
@@ -41,8 +40,4 @@ function decorate(config: UPlotConfigBuilder, {data, theme, marks}: Drawing): vo
     const colour = theme.isDark ? EXEMPLAR_COLOUR.dark : EXEMPLAR_COLOUR.light;
     addExemplars(config, thin(data.exemplars, 2 * data.stepMs), yScale, colour);
   }
-}
-
-function sortedByLegend(frames: DataFrame[]): DataFrame[] {
-  return frames;
 }

@@ -49,7 +49,7 @@ export const traces: Kind = ({data, width, height, theme, timeZone}) => {
         ))}
         {fall.lines.slice(0, fits).map((line, index) => (
           <g key={line.id} transform={`translate(0,${24 + index * LINE_PX})`}>
-            {index % 2 === 1 && <rect width={width} height={LINE_PX} fill={theme.colors.action.hover} />}
+            {index % 2 === 1 && <rect width={width} height={LINE_PX} fill={theme.colors.action.hover} opacity={0.5} />}
             <rect x={8 + line.depth * 14} y={5} width={3} height={14} fill={colour(line.service)} />
             <text x={16 + line.depth * 14} y={16} fontSize={12}>
               <tspan fill={text.primary}>{line.name}</tspan>
@@ -90,5 +90,6 @@ function Verdict({root, theme}: {root: Line; theme: GrafanaTheme2}): React.JSX.E
 }
 
 function micros(us: number): string {
-  return formattedValueToString(getValueFormat('µs')(us, 2));
+  const decimals = us === 0 || us >= 1e8 ? 0 : undefined;
+  return formattedValueToString(getValueFormat('µs')(us, decimals));
 }

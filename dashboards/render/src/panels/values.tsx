@@ -37,7 +37,7 @@ export const bargauge: Kind = (drawing) => {
   return (
     <Repeated
       drawing={drawing}
-      draw={({value, width, height, orientation, count, alignmentFactors}) => (
+      draw={({value, width, height, orientation, alignmentFactors}) => (
         <BarGauge
           value={value.display}
           width={width}
@@ -46,7 +46,7 @@ export const bargauge: Kind = (drawing) => {
           field={value.field}
           orientation={orientation}
           display={value.view?.getFieldDisplayProcessor(value.colIndex!)}
-          text={{...options.text, titleSize: options.text?.titleSize ?? (count > 8 ? 12 : undefined)}}
+          text={options.text}
           itemSpacing={SPACING_PX}
           lcdCellWidth={8}
           displayMode={options.displayMode}
