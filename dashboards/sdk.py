@@ -439,6 +439,7 @@ def rows_of(
         .datasource(PROMETHEUS)
         .no_value("none")
         .cell_height(common.TableCellHeight.SM)
+        .min_width(80)
         .with_transformation(m.DataTransformerConfig(id_val="merge", options={}))
         .with_transformation(_organized(columns, labels))
         .sort_by([cb.TableSortByFieldState().display_name(sort_by).desc(True)])

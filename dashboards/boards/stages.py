@@ -23,6 +23,7 @@ from pdtrace.slo import Slo
 from pdtrace.stages import Stage
 
 MEAN = "mean"
+_SHARES = 12
 
 
 def board(slo: Slo) -> Board:
@@ -102,12 +103,13 @@ def _parts() -> tuple[Panel, ...]:
         ),
         bars(
             "Share of all time by stage",
-            "What part of all requests' time each stage owned, over the time shown.",
+            "What part of all requests' time each stage owned, over the time shown; the "
+            f"{_SHARES} largest.",
             "how it changed within it. Model, role and worker do not apply.",
             PERCENT,
             Query(
-                expr=f"{queries.number(names.STAGE_PARTS, ('stage',))} "
-                f"/ scalar({queries.number(names.STAGE_PARTS)}) > 0.001",
+                expr=f"topk({_SHARES}, {queries.number(names.STAGE_PARTS, ('stage',))} "
+                f"/ scalar({queries.number(names.STAGE_PARTS)}))",
                 legend="{{stage}}",
                 instant=True,
             ),
