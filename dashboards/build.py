@@ -48,11 +48,16 @@ def boards(slo: Slo = DEFAULT_SLO) -> dict[str, Json]:
         names.ALERTS, queries.equal("alertstate", "firing"), queries.equal("component", "pdtrace")
     )
     annotations = (
-        ("Alerts", firing, colours.BAD, "{{alertname}}"),
-        ("Lost processes", f"{lost} == 1", colours.WARN, "{{instance}} was lost"),
+        ("Alerts", _onset(firing), colours.BAD, "{{alertname}}"),
+        ("Lost processes", _onset(f"{lost} == 1"), colours.WARN, "{{instance}} was lost"),
     )
     made = [make(slo) for make in BOARDS]
     return {board.uid: board_json(board, annotations) for board in made}
+
+
+def _onset(expr: str) -> str:
+    """Only where it begins: a line. The shaded stretches of many alerts would hide the data."""
+    return f"({expr}) unless ({expr.replace('}', '} offset $__interval', 1)})"
 
 
 def files(slo: Slo = DEFAULT_SLO) -> Mapping[str, str]:

@@ -1,0 +1,140 @@
+"""The boards, drawn in a browser with the data of a real run: no panel has an error or lacks data.
+
+Real server, Jaeger and Prometheus; the project's own page on Grafana's component library.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dashboards.build import GENERATED
+from dashboards.render.page import missing_programs
+from tests.integration.conftest import FAST_FAKE
+from tests.support.real_stack import RealStack, complete, need_programs, real_stack, wait_for
+from tests.support.server import ROOT, running_server
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(420)]
+
+STAGE = "transfer"
+STALL_MS = 600
+BASELINE = 24
+"""Requests before a verdict on one that stalls."""
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    folder: Path
+    report: dict[str, Any]
+    code: int
+    said: str
+
+    def page(self, board: str) -> dict[str, Any]:
+        return next(page for page in self.report["pages"] if page["name"].startswith(board))
+
+    def panel(self, board: str, title: str) -> dict[str, Any]:
+        panels = self.page(board)["report"]["panels"]
+        return next(panel for panel in panels if panel["title"] == title)
+
+
+def _need_browser() -> None:
+    if missing := missing_programs():
+        pytest.skip(f"not installed: {', '.join(missing)} (.ci/programs installs them)")
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drawn]:
+    need_programs()
+    _need_browser()
+    base = tmp_path_factory.mktemp("drawn")
+    with (
+        real_stack(base / "stack") as stack,
+        running_server(
+            base / "run", "--allow-faults", "--stack", str(base / "stack"), model=FAST_FAKE
+        ) as server,
+    ):
+        started_s = time.time()
+        for n in range(BASELINE):
+            complete(server, f"usual-{n}", stream=True)
+        for n in range(3):
+            complete(server, f"held-{n}", stalls=f"{STAGE}={STALL_MS}", stream=True)
+        _wait_for_data(stack)
+        for n in range(BASELINE):  # counters have to grow between two scrapes to have a rate
+            complete(server, f"later-{n}", stream=True, max_tokens=24)
+        complete(server, "later-held", stalls=f"{STAGE}={STALL_MS}, decode.gap=700", stream=True)
+        _wait_for_rates(stack)
+        yield _draw(stack, base / "pictures", started_s)
+
+
+def _wait_for_data(stack: RealStack) -> None:
+    for query in (
+        "pd_stage_duration_seconds_count",
+        "traces_span_metrics_calls_total",
+        "pd_request_duration_seconds_count",
+        "gen_ai_server_request_duration_seconds_count",
+    ):
+        wait_for(lambda query=query: stack.query(query), query)
+
+
+def _wait_for_rates(stack: RealStack) -> None:
+    """Both paths have counted the last request that stalled, and the rules were evaluated."""
+    for query in (
+        f'increase(pd_stall_total{{stage="{STAGE}"}}[1m]) > 0',
+        f'increase(traces_span_metrics_calls_total{{pd_stall_stage="{STAGE}"}}[1m]) > 0',
+        "pdtrace:slo_error:ratio_rate1h",
+    ):
+        wait_for(lambda query=query: stack.query(query), query)
+
+
+def _draw(stack: RealStack, folder: Path, started_s: float) -> Drawn:
+    command = [
+        *(sys.executable, "-m", "dashboards.render", "--out", str(folder), "--theme", "dark"),
+        *("--prometheus", stack.urls["prometheus"], "--jaeger", stack.urls["jaeger"]),
+        *("--from", str(started_s - 5), "--to", "now", "--var", f"stage={STAGE}"),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert done.returncode in {0, 1}, done.stderr
+    report = json.loads((folder / "report.json").read_text())
+    return Drawn(folder, report, done.returncode, done.stderr)
+
+
+def test_every_panel_of_every_board_is_drawn(drawn: Drawn) -> None:
+    assert drawn.report["failures"] == []
+    assert drawn.code == 0, drawn.said
+    boards = {page["report"]["board"] for page in drawn.report["pages"]}
+    assert boards == {path.stem for path in (GENERATED / "boards").glob("*.json")}
+    for page in drawn.report["pages"]:
+        board = json.loads((GENERATED / "boards" / f"{page['report']['board']}.json").read_text())
+        titles = [panel["title"] for panel in board["panels"] if panel["type"] != "row"]
+        assert [panel["title"] for panel in page["report"]["panels"]] == titles
+
+
+def test_a_picture_of_each_is_there(drawn: Drawn) -> None:
+    for page in drawn.report["pages"]:
+        picture = Path(page["picture"]).read_bytes()
+        assert picture.startswith(PNG)
+        assert len(picture) > 50_000, page["name"]
+
+
+def test_points_lead_to_traces(drawn: Drawn) -> None:
+    assert drawn.panel("pd-overview", "Request duration")["exemplars"] > 0
+    assert drawn.panel("pd-stages", "KV transfer time")["exemplars"] > 0
+
+
+def test_jaeger_panels_show_the_stalled_requests(drawn: Drawn) -> None:
+    table = drawn.panel("pd-slow", "Slowest requests that stalled in this stage")
+    assert table["verdict"] == "drawn"
+    assert drawn.panel("pd-request", "Trace")["verdict"] == "drawn"
+    [trace] = [v for v in drawn.page("pd-request")["report"]["variables"] if v["name"] == "trace"]
+    assert len(trace["shown"]) == 32
