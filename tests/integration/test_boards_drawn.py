@@ -70,7 +70,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drawn]:
         _wait_for_data(stack)
         for n in range(BASELINE):  # counters have to grow between two scrapes to have a rate
             complete(server, f"later-{n}", stream=True, max_tokens=24)
-        complete(server, "later-held", stalls=f"{STAGE}={STALL_MS}, decode.gap=700", stream=True)
+        complete(server, "later-held", stalls=f"{STAGE}={STALL_MS}", stream=True)
         _wait_for_rates(stack)
         yield _draw(stack, base / "pictures", started_s)
 
