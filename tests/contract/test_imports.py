@@ -83,7 +83,7 @@ def modules(*packages: str) -> dict[str, Path]:
         module_name(path): path
         for package in packages
         for path in sorted((ROOT / package).rglob("*.py"))
-        if path.name != "__main__.py"
+        if path.name != "__main__.py" and "node_modules" not in path.parts
     }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dashboards.build import GENERATED
-from dashboards.render.page import missing_programs
+from dashboards.render.page import HERE, NPM, find_programs, missing_programs, prepare
 from tests.integration.conftest import FAST_FAKE
 from tests.support.real_stack import RealStack, complete, need_programs, real_stack, wait_for
 from tests.support.server import ROOT, running_server
@@ -138,3 +138,15 @@ def test_jaeger_panels_show_the_stalled_requests(drawn: Drawn) -> None:
     assert drawn.panel("pd-request", "Trace")["verdict"] == "drawn"
     [trace] = [v for v in drawn.page("pd-request")["report"]["variables"] if v["name"] == "trace"]
     assert len(trace["shown"]) == 32
+
+
+@pytest.mark.parametrize("script", ["test", "typecheck"])
+def test_the_page_passes_its_own_checks(script: str) -> None:
+    _need_browser()
+    programs = find_programs()
+    prepare(programs, lambda _: None)
+    done = subprocess.run(
+        [programs[NPM], "run", "--silent", script],
+        cwd=HERE, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

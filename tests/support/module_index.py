@@ -36,7 +36,7 @@ def page() -> str:
     for package, meaning in PACKAGES.items():
         parts.append(f"## {package}\n\n{meaning}\n\n| module | owns |\n|---|---|")
         for path in sorted((ROOT / package).rglob("*.py")):
-            if path.name == "__init__.py" and not path.read_text().strip():
+            if "node_modules" in path.parts or not path.read_text().strip():
                 continue
             name = path.relative_to(ROOT / package)
             parts.append(f"| `{name}` | {first_line(path).replace('|', '&#124;')} |")
