@@ -362,6 +362,9 @@ def run_server(
         launcher.close()
     for child in killed:
         _say(f"warning: {child.instance} did not stop in time and was killed")
+    if exit_code == 0:
+        recorded = f"; recorded in {settings.run_dir}" if settings.record else ""
+        _say(f"stopped{recorded}")
     return exit_code
 
 

@@ -262,7 +262,10 @@ class Agent:
         while True:
             with self._tails.lock:
                 finished = self._tracker.finished(
-                    now_ns, at_most=_AT_ONCE, gateways_behind=self._tails.gateways_behind
+                    now_ns,
+                    at_most=_AT_ONCE,
+                    gateways_behind=self._tails.gateways_behind,
+                    halted=self._tails.halted,
                 )
             self._deliver(finished)
             if not self._tracker.num_done or enough():
@@ -308,7 +311,9 @@ class Agent:
         # Of what a ring still holds, nobody knows to which of the requests that have ended it is.
         while self._tails.at_end and not is_over():
             with self._tails.lock:
-                ended = self._tracker.finish_ended(at_most=_AT_ONCE)
+                ended = self._tracker.finish_ended(
+                    time.monotonic_ns(), at_most=_AT_ONCE, halted=self._tails.halted
+                )
             if not ended:
                 break
             self._deliver(ended)

@@ -29,7 +29,7 @@ from pdtrace.assembly.tracker import RequestTracker
 from pdtrace.errors import RingError
 from pdtrace.export.sink import SinkPosition
 from pdtrace.inflight import ProcessNow
-from pdtrace.live.process_view import process_now, processes_gone
+from pdtrace.live.process_view import halted, process_now, processes_gone
 from pdtrace.logtext import one_line
 from pdtrace.ring import RingPosition, RingReader, WriterState, scan_rings
 from pdtrace.ring.files import remove_drafts
@@ -401,6 +401,11 @@ class RingTails:
                 )
             rings = list(self._book.losses().rings.values())
         return shown + processes_gone(rings, {(seen.role, seen.instance) for seen in shown})
+
+    def halted(self, name: str) -> str | None:
+        """What keeps the process of a ring from running at this instant; None if nothing does."""
+        tail = self._tails.get(name)
+        return None if tail is None else halted(tail.reader.identity)
 
     def delete_old(self, keep: int) -> int:
         """Deletes finished rings but the `keep` newest; how many. Those with a request in flight,

@@ -171,6 +171,8 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
     expected    workers it was sent to
     ids         ids of attempts other than the context's
     outcome     as COMPLETED says
+    halted      of those it waits for after its end, who was seen to be kept from running: how, when
+    halted_ns   when that was seen last
     """
 
     context: RequestContext
@@ -192,6 +194,8 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
     prompt_tokens: int | None = None
     outcome: str | None = None
     stuck: tuple[Stuck, ...] = ()
+    halted: dict[str, tuple[str, int]] = {}
+    halted_ns: int | None = None
 
     @property
     def is_held_by_gateway(self) -> bool:

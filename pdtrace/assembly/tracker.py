@@ -9,7 +9,8 @@ something was read since, or whose time has come.
     COMPLETED, or the gateway died, or let go of it and was silent for `grace_ns`
         and every leg let go, and those it was routed to were heard   → finished
         else, ten times `grace_ns` after the end, or after `grace_ns`
-        of silence if nobody is known to hold it                      → finished, incomplete
+        of silence if nobody is known to hold it; later by as long as
+        a process it waits for is kept from running, within bounds    → finished, incomplete
     no gateway on this host: every leg let go, `grace_ns` of silence  → finished, incomplete if a
                                                   gateway's records of that time were overwritten
     more than `max_open` requests                                     → the oldest, incomplete
@@ -23,8 +24,9 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -53,6 +55,8 @@ from pdtrace.stages import Mark, Role
 
 DEFAULT_GRACE_NS = 1_000_000_000
 MAX_GRACES = 10
+MAX_HALTED_GRACES = 60
+"""For one whose process is kept from running: once that goes on, it tells what became of it."""
 DEFAULT_MAX_OPEN = 200_000
 MAX_REMEMBERED = 200_000
 """Requests remembered at least, to tell late records from records of unknown requests, and to link
@@ -81,6 +85,14 @@ _RECURRING_MARKS = frozenset({Mark.RECEIVED, Mark.TOKENIZED, Mark.ROUTED})
 """Marks of nearly every request whose values are texts of a small choice."""
 
 _V = TypeVar("_V")
+
+Halted = Callable[[str], str | None]
+"""What keeps the process of a ring from running at this instant, to be read behind "it is"; None if
+nothing does."""
+
+
+def _nothing_known(_ring: str) -> str | None:
+    return None
 
 
 @dataclass(slots=True)
@@ -401,16 +413,22 @@ class RequestTracker:
         ]
 
     def finished(
-        self, now_ns: int, *, at_most: int | None = None, gateways_behind: bool = False
+        self,
+        now_ns: int,
+        *,
+        at_most: int | None = None,
+        gateways_behind: bool = False,
+        halted: Halted = _nothing_known,
     ) -> list[CollectedRequest]:
         """Requests whose spans can be built, oldest first. Each is returned once.
 
         at_most          requests to return; the others stay in flight until the next call
         gateways_behind  not all that the gateways wrote was read: what is missing may be there, so
                          that nobody is given up
+        halted           asked about those who are about to be given up
         """
         if not self._done:
-            self._decide(now_ns, gateways_behind)
+            self._decide(now_ns, gateways_behind, cache(halted))
         finished: list[CollectedRequest] = []
         while self._done and (at_most is None or len(finished) < at_most):
             request, gave_up = self._done.popleft()
@@ -420,7 +438,7 @@ class RequestTracker:
                 finished.append(self._finish(request, gave_up))
         return finished
 
-    def _decide(self, now_ns: int, gateways_behind: bool) -> None:
+    def _decide(self, now_ns: int, gateways_behind: bool, halted: Halted) -> None:
         done: list[tuple[OpenRequest, str | None]] = []
         instances = self._instances()
         changed, self._changed = self._changed, {}
@@ -435,7 +453,7 @@ class RequestTracker:
             request = self._open.get(root)
             if request is None:
                 continue
-            is_done, gave_up, due_ns = self._verdict(request, instances, now_ns)
+            is_done, gave_up, due_ns = self._verdict(request, instances, now_ns, halted)
             if is_done and gateways_behind and (gave_up or not request.has_gateway):
                 is_done, due_ns = False, now_ns + self._grace_ns
             if is_done:
@@ -452,15 +470,19 @@ class RequestTracker:
             done += ((one, "too many requests in flight") for one in islice(oldest, excess))
         self._done.extend(done)
 
-    def finish_ended(self, *, at_most: int | None = None) -> list[CollectedRequest]:
+    def finish_ended(
+        self, now_ns: int, *, at_most: int | None = None, halted: Halted = _nothing_known
+    ) -> list[CollectedRequest]:
         """Requests that have ended, without waiting for their legs, oldest first; the others stay
         in flight."""
-        instances = self._instances()
+        instances, halted = self._instances(), cache(halted)
         ended = [request for request in self._open.values() if request.ended_ns is not None]
-        return [
-            self._finish(request, self._still_waits_for(request, instances))
-            for request in sorted(ended, key=attrgetter("begun"))[:at_most]
-        ]
+        finished: list[CollectedRequest] = []
+        for request in sorted(ended, key=attrgetter("begun"))[:at_most]:
+            waiting = self._still_waits_for(request, instances)
+            self._look_at(waiting, instances, request, now_ns, halted)
+            finished.append(self._finish(request, _not_finished(waiting, request, now_ns)))
+        return finished
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -597,11 +619,12 @@ class RequestTracker:
             found.setdefault(process.role, set()).add(process.instance)
         return {role: next(iter(names)) for role, names in found.items() if len(names) == 1}
 
-    def _instances(self) -> set[str]:
-        return {ring.source.process.instance for ring in self._rings.values()}
+    def _instances(self) -> Mapping[str, str]:
+        """The ring of each instance."""
+        return {ring.source.process.instance: name for name, ring in self._rings.items()}
 
     def _verdict(
-        self, request: OpenRequest, instances: set[str], now_ns: int
+        self, request: OpenRequest, instances: Mapping[str, str], now_ns: int, halted: Halted
     ) -> tuple[bool, str | None, int | None]:
         """Whether a request is finished, what is missing of it, and when time alone finishes it."""
         silent_at_ns = request.touched_ns + self._grace_ns
@@ -609,10 +632,10 @@ class RequestTracker:
             if request.has_gateway or request.num_held:
                 return False, None, None
             return now_ns >= silent_at_ns, self._lost_by_gateways(request), silent_at_ns
-        missing = self._still_waits_for(request, instances)
-        if missing is None and now_ns < silent_at_ns and self._is_between_attempts(request):
+        waiting = self._still_waits_for(request, instances)
+        if not waiting and now_ns < silent_at_ns and self._is_between_attempts(request):
             return False, None, silent_at_ns
-        if missing is None and self._expects_round_trip(request):
+        if not waiting and self._expects_round_trip(request):
             # Whether a clock was set during the request is known with the round trip after it.
             due_ns = request.ended_ns + self._grace_ns
             if now_ns < due_ns:
@@ -622,7 +645,31 @@ class RequestTracker:
         if not request.num_held:
             # A worker that lives and holds a leg is silent during a long step, no more.
             due_ns = min(due_ns, silent_at_ns)
-        return missing is None or now_ns >= due_ns, missing, due_ns
+        if waiting and now_ns >= due_ns:
+            self._look_at(waiting, instances, request, now_ns, halted)
+            if request.halted_ns is not None:
+                # What it writes once it goes on takes a moment to come.
+                until_ns = request.halted_ns + 2 * self._grace_ns
+                until_ns = min(until_ns, request.ended_ns + self._grace_ns * MAX_HALTED_GRACES)
+                if now_ns < until_ns:
+                    return False, None, min(until_ns, now_ns + self._grace_ns)
+        return not waiting or now_ns >= due_ns, _not_finished(waiting, request, now_ns), due_ns
+
+    def _look_at(
+        self,
+        waiting: Iterable[str],
+        instances: Mapping[str, str],
+        request: OpenRequest,
+        now_ns: int,
+        halted: Halted,
+    ) -> None:
+        """Keeps which of those that a request waits for are kept from running."""
+        for instance in waiting:
+            ring = instances.get(instance)
+            how = None if ring is None else halted(ring)
+            if how is not None:
+                request.halted[instance] = how, now_ns
+                request.halted_ns = now_ns
 
     def _keep_gaps(self, name: str, ring: _Ring) -> None:
         """Also for the time after the ring is gone."""
@@ -672,12 +719,12 @@ class RequestTracker:
                 return True
         return False
 
-    def _still_waits_for(self, request: OpenRequest, instances: set[str]) -> str | None:
-        """Who has not let go of an ended request, or has not been heard of it; None if nobody."""
+    def _still_waits_for(self, request: OpenRequest, instances: Mapping[str, str]) -> list[str]:
+        """Who has not let go of an ended request, or has not been heard of it."""
         heard = {leg.source.process.instance for leg in request.legs}
         waiting = {leg.source.process.instance for leg in request.legs if leg.is_held}
-        waiting |= set(request.expected) & instances - heard
-        return f"{', '.join(sorted(waiting))} did not finish" if waiting else None
+        waiting |= {name for name in request.expected if name in instances} - heard
+        return sorted(waiting)
 
     def _finish(self, request: OpenRequest, gave_up: str | None) -> CollectedRequest:
         root = request.context.root_span_id
@@ -709,3 +756,14 @@ class RequestTracker:
 
     def _sources(self) -> Iterable[Source]:
         return (ring.source for ring in self._rings.values())
+
+
+def _not_finished(waiting: Iterable[str], request: OpenRequest, now_ns: int) -> str | None:
+    """What is missing of a request, a clause for each group of those that did not finish."""
+    running = [name for name in waiting if name not in request.halted]
+    clauses = [f"{', '.join(running)} did not finish"] if running else []
+    for name in waiting:
+        if name in request.halted:
+            how, at_ns = request.halted[name]
+            clauses.append(f"{name} did not finish: it {'is' if at_ns == now_ns else 'was'} {how}")
+    return "; ".join(clauses) or None

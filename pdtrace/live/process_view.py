@@ -26,9 +26,9 @@ HALTED_AFTER_S = 0.5
 
 _HELD = frozenset({Halt.STOPPED, Halt.TRACED})
 _HALTS = {
-    Halt.STOPPED: "is stopped by a signal (SIGSTOP)",
-    Halt.TRACED: "is held by a debugger",
-    Halt.IN_KERNEL: "is stalled in the kernel (state D: a disk or a device)",
+    Halt.STOPPED: "stopped by a signal (SIGSTOP)",
+    Halt.TRACED: "held by a debugger",
+    Halt.IN_KERNEL: "stalled in the kernel (state D: a disk or a device)",
 }
 
 _WORK = (Gauge.IN_FLIGHT, Gauge.RUNNING, Gauge.WAITING, Gauge.COPY_JOBS_WAITING)
@@ -96,7 +96,7 @@ def standing(process: ProcessNow) -> str | None:
         case ProcessState.STALLED:
             what = "is stalled"
             if process.halt is not None:
-                what = f"(pid {process.pid}) {_HALTS[process.halt]}"
+                what = f"(pid {process.pid}) is {_HALTS[process.halt]}"
             silent = ""
             if process.progress_age_s is not None:
                 silent = f": no progress for {seconds_text(round(process.progress_age_s * 1e9))}"
@@ -107,6 +107,13 @@ def standing(process: ProcessNow) -> str | None:
             return f"{name} has ended"
         case ProcessState.ALIVE:
             return None
+
+
+def halted(identity: RingIdentity) -> str | None:
+    """What keeps the process of a ring from running now: "stopped by a signal (SIGSTOP),
+    pid 7"; None if nothing does, or if it cannot be told."""
+    halt = halt_of(identity)
+    return None if halt is None else f"{_HALTS[halt]}, pid {identity.pid}"
 
 
 def processes_gone(rings: Iterable[RingLosses], alive: Set[tuple[str, str]]) -> list[ProcessNow]:

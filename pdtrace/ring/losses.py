@@ -24,6 +24,9 @@ MAX_OPEN_IDS = 16
 MAX_GONE = 64
 """Rings listed one by one after their file is gone; older ones are added up per instance."""
 
+MAX_COUNT = 2**53
+"""A process that counts a million a second gets there in 285 years."""
+
 _HEADER = {
     "dropped": Counter.DROPPED,
     "errors": Counter.ERRORS,
@@ -196,9 +199,14 @@ class LossBook:
         )
 
     def header(self, name: str, counters: Mapping[Counter, int]) -> None:
-        """Takes over what the ring's own header counts."""
+        """Takes over what the ring's own header counts, unless nobody can have counted so far."""
         known = self._rings[name]
         counts = {kind: counters.get(counter, 0) for kind, counter in _HEADER.items()}
+        wrong = next((kind for kind, count in counts.items() if count > MAX_COUNT), None)
+        if wrong is not None:
+            why = f"its header is damaged: it counts {counts[wrong]} {_WORDS[wrong]}"
+            self._rings[name] = msgspec.structs.replace(known, unreadable=why)
+            return
         if any(getattr(known, kind) != count for kind, count in counts.items()):
             self._rings[name] = msgspec.structs.replace(known, **counts)
 

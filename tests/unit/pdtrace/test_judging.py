@@ -136,7 +136,7 @@ def recorded(rng: random.Random, number: int) -> list[Span]:
             known.add(identity.instance)
             tracker.add_ring(identity.instance, process_of(identity, {}))
         tracker.feed(identity.instance, [record], 0)
-    [request] = tracker.finish_ended()
+    [request] = tracker.finish_ended(1)
     return assemble(request)
 
 

@@ -151,3 +151,16 @@ def test_losses_that_cannot_be_read_are_a_problem_and_no_error(tmp_path: Path) -
     (tmp_path / STATE_NAME).rmdir()
     (tmp_path / STATE_NAME).write_text('{"version": 1, "rings": {}}')
     assert read_losses(tmp_path) == Losses()
+
+
+def test_counters_that_no_process_can_have_reached_are_damage_and_no_losses() -> None:
+    book = LossBook()
+    book.begin("a.ring", identity())
+    book.header("a.ring", header(dropped=9280510877422232908, errors=1))
+    losses = book.losses()
+    assert losses.rings["a.ring"].counts()["dropped"] == 0
+    [said] = losses.sentences()
+    assert said == (
+        "a.ring: its header is damaged: it counts 9280510877422232908 records that could not be "
+        "written"
+    )

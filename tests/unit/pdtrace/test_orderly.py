@@ -129,7 +129,7 @@ def recorded(rng: random.Random, number: int) -> CollectedRequest:
             known.add(identity.instance)
             tracker.add_ring(identity.instance, process_of(identity, {}))
         tracker.feed(identity.instance, [record], 0)
-    [request] = tracker.finish_ended()
+    [request] = tracker.finish_ended(1)
     blockers = {"req-0": ("c" * 32, "d" * 16), "req-2": (request.trace_id, "e" * 16)}
     return replace(request, blockers=blockers)
 

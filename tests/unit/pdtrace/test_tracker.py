@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
-from pdtrace.assembly.tracker import MAX_GRACES, MAX_MARKS, MAX_UNNAMED, RequestTracker
+from pdtrace.assembly.tracker import (
+    MAX_GRACES,
+    MAX_HALTED_GRACES,
+    MAX_MARKS,
+    MAX_UNNAMED,
+    RequestTracker,
+)
 from pdtrace.inflight import END_UNKNOWN
 from pdtrace.propagation import RequestContext
 from pdtrace.ring.records import (
@@ -87,6 +94,63 @@ def test_leg_that_does_not_let_go_is_waited_for_and_then_named() -> None:
     assert tracker.finished(MAX_GRACES * GRACE_NS - 1) == []
     [request] = tracker.finished(MAX_GRACES * GRACE_NS)
     assert request.gave_up == "decode-0 did not finish"
+
+
+def stopped(ring: str) -> str | None:
+    return "stopped, pid 7" if ring == DECODE else None
+
+
+def test_worker_that_is_stopped_is_waited_for_longer_and_tells_itself() -> None:
+    # It was sent the request and has not heard of it: silence alone would end the wait.
+    tracker = tracker_of()
+    tracker.feed(PREFILL, [opened(), ended()], 0)
+    records = [opened(), routed(), mark(Mark.DISPATCHED), mark(Mark.COMPLETED), ended()]
+    tracker.feed(GATEWAY, records, 0)
+    for now_ns in range(0, 20 * GRACE_NS, GRACE_NS // 2):
+        assert tracker.finished(now_ns, halted=stopped) == []
+    now_ns = 21 * GRACE_NS - 1  # it goes on, and is given the time to say so
+    assert tracker.finished(now_ns) == []
+    tracker.feed(DECODE, [opened(), mark(Mark.RESERVE_RECEIVED), ended()], now_ns)
+    [request] = tracker.finished(now_ns)
+    assert request.gave_up is None
+    assert tracker.counts.late == 0
+
+
+@pytest.mark.parametrize("names_it", [True, False])
+def test_worker_that_stays_stopped_is_named_as_stopped_and_nobody_else(names_it: bool) -> None:
+    tracker = tracker_of()
+    records = [opened(), routed(), mark(Mark.DISPATCHED), mark(Mark.COMPLETED), ended()]
+    tracker.feed(PREFILL, [opened(), ended()], 0)
+    tracker.feed(GATEWAY, records, 0)
+    if names_it:
+        tracker.feed(DECODE, [opened()], 0)
+    last_ns = MAX_HALTED_GRACES * GRACE_NS
+    for now_ns in range(0, last_ns, GRACE_NS):
+        assert tracker.finished(now_ns, halted=stopped) == []
+    [request] = tracker.finished(last_ns, halted=stopped)
+    assert request.gave_up == "decode-0 did not finish: it is stopped, pid 7"
+
+
+def test_worker_that_was_stopped_and_stays_silent_is_not_waited_for_as_long() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, WHOLE, 0)
+    tracker.feed(PREFILL, [opened()], 0)
+    tracker.feed(DECODE, [opened()], 0)
+    end_ns = MAX_GRACES * GRACE_NS
+    assert tracker.finished(end_ns, halted=stopped) == []
+    assert tracker.finished(end_ns + 2 * GRACE_NS - 1) == []
+    [request] = tracker.finished(end_ns + 2 * GRACE_NS)
+    assert request.gave_up == (
+        "prefill-0 did not finish; decode-0 did not finish: it was stopped, pid 7"
+    )
+
+
+def test_agent_that_is_told_to_stop_says_who_is_stopped() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, WHOLE, 0)
+    tracker.feed(DECODE, [opened()], 0)
+    [request] = tracker.finish_ended(1, halted=stopped)
+    assert request.gave_up == "decode-0 did not finish: it is stopped, pid 7"
 
 
 def test_worker_in_a_long_step_lets_go_late_and_nothing_is_missing() -> None:
@@ -507,6 +571,6 @@ def test_ended_requests_can_be_had_without_waiting_and_others_stay() -> None:
     tracker = tracker_of()
     tracker.feed(GATEWAY, [opened(one, 1), mark(Mark.COMPLETED), ended(), opened(two, 2)], 0)
     tracker.feed(DECODE, [opened(one, 1)], 0)
-    [request] = tracker.finish_ended()
+    [request] = tracker.finish_ended(1)
     assert request.gave_up == "decode-0 did not finish"
     assert tracker.num_open == 1

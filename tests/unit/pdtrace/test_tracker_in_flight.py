@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import pytest
@@ -15,7 +15,7 @@ from pdtrace.assembly.collected import Stuck
 from pdtrace.assembly.evidence import BEGIN_MARKS
 from pdtrace.assembly.open_requests import OpenRequest
 from pdtrace.assembly.request_spans import assemble
-from pdtrace.assembly.tracker import RequestTracker
+from pdtrace.assembly.tracker import Halted, RequestTracker
 from pdtrace.clock import ClockAnchor
 from pdtrace.inflight import InFlight
 from pdtrace.propagation import RequestContext
@@ -412,9 +412,11 @@ def test_asking_what_is_finished_looks_only_at_what_changed(
     looked: list[OpenRequest] = []
     judge = tracker._verdict  # pyright: ignore[reportPrivateUsage]
 
-    def watched(request: OpenRequest, instances: set[str], now_ns: int) -> Verdict:
+    def watched(
+        request: OpenRequest, instances: Mapping[str, str], now_ns: int, halted: Halted
+    ) -> Verdict:
         looked.append(request)
-        return judge(request, instances, now_ns)
+        return judge(request, instances, now_ns, halted)
 
     monkeypatch.setattr(tracker, "_verdict", watched)
     assert tracker.finished(10_000_000) == []
