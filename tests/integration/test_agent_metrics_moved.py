@@ -47,6 +47,7 @@ def wait_for(holds: Callable[[], bool]) -> None:
 def test_every_metric_of_a_finished_request_moves_by_the_number_of_requests(
     fake_pd_server: RunningServer,
 ) -> None:
+    wait_for(lambda: read_address(fake_pd_server.run_dir) is not None)
     address = read_address(fake_pd_server.run_dir)
     assert address is not None
     agent = address.url

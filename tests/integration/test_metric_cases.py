@@ -51,6 +51,8 @@ def scraped(url: str) -> list[Sample]:
 
 
 def agent_url(server: RunningServer) -> str:
+    """Of its agent, which may be ready a little later than the server."""
+    wait_for(lambda: read_address(server.run_dir) is not None)
     address = read_address(server.run_dir)
     assert address is not None
     return address.url
