@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -38,11 +39,16 @@ def edge_server(
 ) -> Iterator[RunningServer]:
     """A server with an API key, for callers that mean it ill and for clients of others."""
     run_dir = tmp_path_factory.mktemp("edge") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NO_PROXY", "127.0.0.1,localhost")
-        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", edge_collector.endpoint)
-        with running_server(run_dir, "--api-key", EDGE_KEY, model="fake") as server:
-            yield server
+    with ExitStack() as stack:
+        with (
+            pytest.MonkeyPatch.context() as patch
+        ):  # for this server's start, not for those to come
+            patch.setenv("NO_PROXY", "127.0.0.1,localhost")
+            patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", edge_collector.endpoint)
+            server = stack.enter_context(
+                running_server(run_dir, "--api-key", EDGE_KEY, model="fake")
+            )
+        yield server
 
 
 @pytest.hookimpl(wrapper=True)

@@ -124,6 +124,8 @@ def test_server_whose_run_directory_cannot_be_written_serves_and_replaces_its_ag
 ) -> None:
     """As on a full disk, which is when an agent may die."""
     with running_server(tmp_path / "run") as server:
+        # The first may answer a little later than the server.
+        assert wait_until(lambda: server.log("agent").count("answering at") == 1)
         (tmp_path / "run" / ".server.json").mkdir()
         first = server.send_signal("agent", signal.SIGKILL)
         assert wait_until(lambda: server.log("agent").count("answering at") == 2)
