@@ -6,7 +6,7 @@ Owns what a server is as a whole: its sockets and directory, the order of stoppi
 the command line is `server.cli`.
 
 The launcher keeps the public socket open, so that a gateway may be replaced: connections that come
-meanwhile wait in the backlog.
+meanwhile wait in the backlog. It keeps the agent's port too, which nobody else gets meanwhile.
 
 Order of stopping: gateway (drains), workers, transfer, agent. The agent is last, so that what the
 others recorded while they stopped is exported too.
@@ -33,7 +33,13 @@ from server.children import Child, explain_start_failure
 from server.config import NO_AGENT_HTTP, Settings
 from server.engine.loader import load_model_info
 from server.errors import ServerError, StartError
-from server.listening import choose_agent_port, free_loopback_port, is_ready, listen, reachable_host
+from server.listening import (
+    free_loopback_port,
+    is_ready,
+    listen,
+    reachable_host,
+    reserve_agent_port,
+)
 from server.models import is_fake
 from server.plan import agent_config, plan_processes, pool_bytes
 from server.process import AGENT, EXIT_START_ERROR
@@ -81,6 +87,7 @@ class Launcher:
     settings: Settings
     run_dir: RunDir
     listener: socket.socket
+    agent_port: socket.socket | None  # keeps the port; the agent listens on it
     model_name: str
     supervisor: Supervisor
     started_at: float = field(default_factory=time.time)
@@ -97,18 +104,16 @@ class Launcher:
         """
         info = load_model_info(settings.model)
         needed = pool_bytes(settings)
-        agent_port = choose_agent_port(settings)
-        listener = listen(settings.host, settings.port)
-        try:
+        with contextlib.ExitStack() as unless_prepared:
+            agent_port = reserve_agent_port(settings)
+            if agent_port is not None:
+                unless_prepared.callback(agent_port.close)
+            listener = listen(settings.host, settings.port)
+            unless_prepared.callback(listener.close)
             run_dir = RunDir.acquire(settings.run_path, fresh=fresh)
-            try:
-                run_dir.place_pools(needed)
-            except BaseException:
-                run_dir.release()
-                raise
-        except BaseException:
-            listener.close()
-            raise
+            unless_prepared.callback(run_dir.release)
+            run_dir.place_pools(needed)
+            unless_prepared.pop_all()
         model = settings.model
         settings = msgspec.structs.replace(
             settings,
@@ -116,14 +121,16 @@ class Launcher:
             run_dir=str(run_dir.path),
             model=model if model is None or is_fake(model) else str(Path(model).absolute()),
             served_name=settings.served_name or info.name,
-            agent_port=agent_port,
+            agent_port=NO_AGENT_HTTP if agent_port is None else agent_port.getsockname()[1],
         )
         supervisor = Supervisor(
             run_dir,
             policy=RestartPolicy(restart=settings.restart),
             environment=thread_limits(settings.threads),
         )
-        return cls(settings, run_dir, listener, settings.served_name or info.name, supervisor)
+        return cls(
+            settings, run_dir, listener, agent_port, settings.served_name or info.name, supervisor
+        )
 
     @property
     def url(self) -> str:
@@ -265,6 +272,8 @@ class Launcher:
         """Kill whatever still runs and release the run directory. Idempotent."""
         self.supervisor.close()
         self.listener.close()
+        if self.agent_port is not None:
+            self.agent_port.close()
         if self.supervisor.members:
             self._write_state(stopped_at=time.time())
         self.run_dir.release()

@@ -27,9 +27,7 @@ def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise StartError(
-            f"port {port} on {host} cannot be used ({error.strerror}): choose another with {option}"
-        ) from error
+        raise _cannot_use(port, host, option, error) from error
     return listener
 
 
@@ -40,15 +38,22 @@ def free_loopback_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def choose_agent_port(settings: Settings) -> int:
-    """Where the agent is to answer, so that a restarted one answers there too; -1 for nowhere.
+def reserve_agent_port(settings: Settings) -> socket.socket | None:
+    """A socket that keeps the port where the agent is to answer, a restarted one too; None for
+    nowhere. It does not listen, so the agent can; who asks for any free port does not get it.
 
     Raises StartError when the port that was asked for is taken.
     """
     if not settings.record or settings.agent_port == NO_AGENT_HTTP:
-        return NO_AGENT_HTTP
-    with listen("127.0.0.1", settings.agent_port, option="--agent-port") as probe:
-        return int(probe.getsockname()[1])
+        return None
+    keeper = socket.socket()
+    try:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("127.0.0.1", settings.agent_port))
+    except OSError as error:
+        keeper.close()
+        raise _cannot_use(settings.agent_port, "127.0.0.1", "--agent-port", error) from error
+    return keeper
 
 
 def is_ready(host: str, port: int) -> bool:
@@ -66,3 +71,9 @@ def is_ready(host: str, port: int) -> bool:
 def reachable_host(host: str) -> str:
     """The address under which this machine reaches a socket bound to `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104
+
+
+def _cannot_use(port: int, host: str, option: str, error: OSError) -> StartError:
+    return StartError(
+        f"port {port} on {host} cannot be used ({error.strerror}): choose another with {option}"
+    )

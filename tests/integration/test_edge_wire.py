@@ -212,8 +212,9 @@ def test_hostile_messages_among_live_ones_leave_a_server_as_it_was(
         def bombard(bodies: list[Any]) -> None:
             nonlocal messages_sent
             handoffs = live_handoffs(server)
-            for body in bodies:
-                frame = frame_of(with_handoffs(body, handoffs))
+            for shape in bodies:
+                body = with_handoffs(shape, handoffs)
+                frame = frame_of(body)
                 if not is_message([frame]):
                     continue
                 messages_sent += 1
