@@ -60,12 +60,14 @@ class Progress:
     """Written by the scheduler loop, read by the heartbeat thread.
 
     The loop calls `tick` every time it goes round, and with `busy=False` before it waits for work.
+    `draining` and `recorded` are what the next heartbeat says.
     """
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
         self._state = ProgressState(clock.monotonic_ns(), False, WorkerLoad(), {})
         self.draining = False
+        self.recorded = True
 
     def tick(
         self,
@@ -233,6 +235,7 @@ class HeartbeatThread:
                 taken=taken.ids,
                 denied=self._denied(),
                 leaving=leaving,
+                unrecorded=not self._progress.recorded,
             ),
         )
 

@@ -62,7 +62,7 @@ class ServerState:
     """What a running server tells others: printed by `up --json`, written to `server.json`.
 
     processes   the present process of each instance, with its state: starting, ready, ended (and
-                soon replaced), stopped (by a signal), given_up
+                soon replaced), stopped (by a signal), given_up; `recorded`: what it does is
     ready       it was ready once, and is not stopped
     """
 
@@ -399,6 +399,7 @@ def _describe(member: Member) -> dict[str, object]:
         "incarnation": member.config.incarnation,
         "restarts": member.life.restarts,
         "last_exit": member.last_exit,
+        "recorded": member.recorded,
     }
 
 

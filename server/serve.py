@@ -81,6 +81,7 @@ def serve(
         stack.callback(engine.close)
         recorder = open_recorder(config, role, clock, recorder_class(injector))
         stack.callback(recorder.close)
+        progress.recorded = recorder.enabled
         outbox = Outbox(keys=keys)
         stack.callback(outbox.close)
         pauses = Pauses(clock)

@@ -62,6 +62,13 @@ class Member:
         """What `server.json` calls it."""
         return "stopped" if self.stopped else self.life.phase.value
 
+    @property
+    def recorded(self) -> bool | None:
+        """Whether what it does is recorded; None for the agent, which serves no request."""
+        if self.config.role == AGENT:
+            return None
+        return self.config.settings.record and not self.pipe.unrecorded
+
 
 class Supervisor:
     """All processes of one server, in order of starting. Times are monotonic seconds.

@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthReport:
     """`missing`: processes that never announced themselves, by role. `refused`: pairs of workers
-    that are ready and do not fit together; others may serve."""
+    that are ready and do not fit together; others may serve. `recorded`: whether what the gateway
+    does is."""
 
     gateway: str
     members: Sequence[MemberReport]
     refused: Sequence[Refusal]
     missing: Mapping[str, int]
     stopping: bool
+    recorded: bool
 
     @property
     def healthy(self) -> bool:
@@ -47,6 +49,7 @@ class HealthReport:
                     "state": MemberState.DRAINING if self.stopping else MemberState.READY,
                     "last_progress_age_s": 0.0,  # it has just handled this request
                     "reason": "is shutting down" if self.stopping else None,
+                    "recorded": self.recorded,
                 },
                 *(
                     {
@@ -55,6 +58,7 @@ class HealthReport:
                         "state": member.state,
                         "last_progress_age_s": round(member.progress_age_s, 3),
                         "reason": member.reason,
+                        "recorded": member.recorded,
                     }
                     for member in self.members
                 ),
@@ -65,6 +69,7 @@ class HealthReport:
                         "state": "missing",
                         "last_progress_age_s": None,
                         "reason": "has not announced itself",
+                        "recorded": None,
                     }
                     for role, count in self.missing.items()
                 ),
@@ -85,4 +90,5 @@ def health_of(gateway: Gateway) -> HealthReport:
         refused=gateway.cluster.refusals(),
         missing=missing_processes(gateway.settings, {member.instance for member in members}),
         stopping=gateway.stopping,
+        recorded=gateway.recorded,
     )

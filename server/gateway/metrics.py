@@ -81,7 +81,8 @@ class _ToldByMembers(Collector):
 class GatewayMetrics:
     """The gateway's metrics in a registry of their own.
 
-    `members`, `in_flight`, `waiting` and `refused_pairs` are asked when somebody scrapes.
+    `members`, `in_flight`, `waiting` and `refused_pairs` are asked when somebody scrapes;
+    `recorded` is the gateway's own.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class GatewayMetrics:
         waiting: Callable[[], int],
         members: Callable[[], Iterable[MemberReport]],
         refused_pairs: Callable[[], int] = lambda: 0,
+        recorded: bool = True,
     ) -> None:
         disable_created_metrics()  # twice as many series, which nobody asks for
         self.registry = CollectorRegistry(auto_describe=True)
@@ -189,6 +191,13 @@ class GatewayMetrics:
             ("role", "instance"),
             registry=self.registry,
         )
+        self._recorded = Gauge(
+            "pd_process_recorded",
+            "0 when what a process does is not recorded: switched off, or no ring could be made.",
+            ("role", "instance"),
+            registry=self.registry,
+        )
+        self._recorded.labels(Role.GATEWAY, f"{Role.GATEWAY}-0").set(recorded)
         self.denied = 0
         """Connections that this process did not let in."""
         self.registry.register(_ToldByMembers(members, lambda: self.denied))
@@ -267,7 +276,9 @@ class GatewayMetrics:
         for gone in self._instances - current:
             self._up.remove(*gone)
             self._progress.remove(*gone)
+            self._recorded.remove(*gone)
         self._instances = current
         for report in reports:
             self._up.labels(report.role, report.instance).set(report.state is MemberState.READY)
             self._progress.labels(report.role, report.instance).set(report.progress_age_s)
+            self._recorded.labels(report.role, report.instance).set(report.recorded)

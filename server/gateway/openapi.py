@@ -307,6 +307,7 @@ _RESPONSE_SCHEMAS: Mapping[str, Any] = {
                         "state": _STRING,
                         "last_progress_age_s": {"type": ["number", "null"]},
                         "reason": _NULLABLE_STRING,
+                        "recorded": {"type": ["boolean", "null"]},
                     }
                 ),
             },

@@ -108,6 +108,7 @@ class Gateway:
         self.served_name = settings.served_name or model.name
         self.created_s = self.now.unix_s()
         self.stopping = False
+        self.recorded = recorder.enabled
         self.mode = _mode(settings)
         self.admission = Admission(
             max_concurrency=settings.max_concurrency, max_queue=settings.max_queue
@@ -118,6 +119,7 @@ class Gateway:
             waiting=lambda: self.admission.waiting,
             members=lambda: self.cluster.reports(),  # noqa: PLW0108 -- made below
             refused_pairs=lambda: len(self.cluster.refusals()),
+            recorded=recorder.enabled,
         )
         self.cluster = Cluster(
             settings=settings,

@@ -58,6 +58,7 @@ class MemberReport:
                       and is one of those the server was started with or was ready once
     ignored           messages without effect since it started, as "why.Type"
     denied            connections that it did not let in since, by plane
+    recorded          what it does is recorded
     """
 
     instance: str
@@ -69,6 +70,7 @@ class MemberReport:
     lacking: bool = False
     ignored: Mapping[str, int] = field(default_factory=dict[str, int])
     denied: Mapping[str, int] = field(default_factory=dict[str, int])
+    recorded: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -304,6 +306,7 @@ class Registry:
             ),
             ignored=member.heartbeat.ignored,
             denied=member.heartbeat.denied,
+            recorded=not member.heartbeat.unrecorded,
         )
 
     def _progress_age_s(self, member: _Member, now_s: float) -> float:

@@ -8,6 +8,7 @@ WIRE_VERSION history
   1  first version
   2  who answers: incarnations of gateway and transfer; CopyFailed.settled; the handoff's protocol
   3  copy jobs that were lost: CancelCopies.ask_jobs, CopiesDrained.jobs, CopyJob.again_to
+  4  whether a process is recorded: Heartbeat.unrecorded
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from server.injection.fault import Fault
 from server.kv.layout import KvLayout
 from server.kv.pool import PoolDescriptor
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 ENVELOPE = b"PDT" + bytes([WIRE_VERSION])
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 HANDOFF_PROTOCOL = 1
@@ -80,6 +81,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     taken            handoffs whose request has come and that the gateway may not know of yet
     denied           connections that were not let in since its start, by plane: control, transfer
     leaving          its last one: it was told to stop, and has let go of everything
+    unrecorded       what it does is not recorded: settings say so, or no ring could be made
     """
 
     peer: Peer
@@ -97,6 +99,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     taken: tuple[str, ...] = ()
     denied: dict[str, int] = {}
     leaving: bool = False
+    unrecorded: bool = False
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -136,6 +137,45 @@ def test_server_whose_run_directory_cannot_be_written_serves_and_replaces_its_ag
         assert server.stop() == 0
     warning = f"warning: cannot write {tmp_path}/run/server.json, which is out of date: Is a dir"
     assert (tmp_path / "run.stderr").read_text().count(warning) == 1  # not with each change
+
+
+def test_process_that_found_no_room_for_a_ring_is_named_until_it_has_one(tmp_path: Path) -> None:
+    """As on a full disk."""
+    rings, aside = tmp_path / "run" / "rings", tmp_path / "run" / "aside"
+    with running_server(tmp_path / "run", "--decode", "2") as server:
+
+        def recorded() -> set[tuple[str, bool | None]]:
+            with server.client() as client:
+                processes = client.get("/health").json()["processes"]
+            return {(p["instance"], p["recorded"]) for p in processes if p["state"] == "ready"}
+
+        def metric() -> str:
+            with server.client() as client:
+                lines = client.get("/metrics").text.splitlines()
+            (line,) = [s for s in lines if s.startswith("pd_process_recorded") and "decode-0" in s]
+            return line.split()[-1]
+
+        assert wait_until(lambda: ("decode-0", True) in recorded())
+        rings.rename(aside)
+        rings.write_text("in the way")
+        pid = server.send_signal("decode-0", signal.SIGKILL)
+        assert wait_until(lambda: ("decode-0", False) in recorded())
+        server.wait_for_successor("decode-0", pid)
+        others = {("gateway-0", True), ("prefill-0", True), ("decode-1", True)}
+        assert others <= recorded()
+        assert metric() == "0.0"
+        assert server.process_of("decode-0")["recorded"] is False
+        assert server.process_of("decode-1")["recorded"] is True
+        assert server.process_of("agent")["recorded"] is None
+        assert [ask(server, Ask()).status for _ in range(2)] == [200, 200]
+        rings.unlink()
+        aside.rename(rings)
+        pid = server.send_signal("decode-0", signal.SIGTERM)  # as `up` tells its operator
+        assert wait_until(lambda: ("decode-0", True) in recorded() and metric() == "1.0")
+        server.wait_for_successor("decode-0", pid)
+        assert server.process_of("decode-0")["recorded"] is True
+        assert server.stop() == 0
+    assert re.search(r"decode-0 \(pid \d+\) serves without being recorded", server.stderr)
 
 
 @pytest.mark.parametrize("option", ["--agent-port=0", "--agent-port=-1"])

@@ -571,6 +571,7 @@ def run(config: ProcessConfig, *, stop: Stop | None = None) -> None:
         outbox = Outbox(keys=keys)
         stack.callback(outbox.close)
         progress = Progress(clock)
+        progress.recorded = recorder.enabled
         round_trips = RoundTrips(config.incarnation)
         pauses = Pauses(clock)
         pause_thread = PauseThread(pauses)

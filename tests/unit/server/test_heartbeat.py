@@ -210,6 +210,17 @@ def test_requests_taken_in_are_named_until_that_was_answered(gateway: Inbox) -> 
     thread.stop()
 
 
+def test_beats_say_whether_the_process_is_recorded(gateway: Inbox) -> None:
+    progress = Progress()
+    thread = HeartbeatThread(config(gateway, None, 0.005), progress)
+    thread.start()
+    assert not next_beat(gateway).unrecorded
+    progress.recorded = False
+    while not next_beat(gateway).unrecorded:
+        pass
+    thread.stop()
+
+
 def test_stopping_a_thread_that_never_started_returns(gateway: Inbox) -> None:
     HeartbeatThread(config(gateway, None, 1.0), Progress()).stop()
 

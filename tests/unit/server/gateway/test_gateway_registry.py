@@ -297,6 +297,7 @@ def test_health_is_lost_by_who_is_lacking_and_not_by_who_left_or_was_never_of_us
             refused=(),
             missing={},
             stopping=False,
+            recorded=True,
         ).healthy
 
     members = full_registry()
