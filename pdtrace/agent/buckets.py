@@ -22,8 +22,9 @@ DURATION_EDGES_S = (
 """Upper edges, seconds: some 50 % apart where requests spend their time, from a hop between two
 processes to a request that hangs."""
 
-COUNT_EDGES = (1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5)
-"""Upper edges for counts such as batch sizes: halves, so that a whole count is never on an edge."""
+COUNT_EDGES = (0.5, 1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5)
+"""Upper edges for counts such as batch sizes: halves, so that a whole count is never on an edge,
+and one below 1, so that a quantile among ones comes out as about 1."""
 
 SLO_VARIABLE = "PDTRACE_SLO_SECONDS"
 """Environment variable with thresholds to put on edges, seconds, separated by commas."""
