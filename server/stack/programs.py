@@ -13,7 +13,7 @@ from server.errors import StartError
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 COLLECTOR = PROJECT_ROOT / "collector"
 RULES = PROJECT_ROOT / "dashboards" / "generated" / "prometheus"
-_JAEGER_PATH = PROJECT_ROOT / ".ci" / "jaeger-path"
+_BUILT_PATH = PROJECT_ROOT / ".ci" / "built-path"
 
 JAEGER, PROMETHEUS, ALERTMANAGER = "jaeger", "prometheus", "alertmanager"
 
@@ -55,10 +55,11 @@ def find_programs() -> Programs:
 def jaeger_path() -> Path:
     """Where Jaeger is, or is to be built: `$PDTRACE_JAEGER`, or the user's cache."""
     answer = subprocess.run(
-        [str(_JAEGER_PATH)], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
+        [str(_BUILT_PATH), JAEGER],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     if answer.returncode != 0:
-        raise StartError(f"{_JAEGER_PATH} failed: {answer.stderr.strip()}")
+        raise StartError(f"{_BUILT_PATH} failed: {answer.stderr.strip()}")
     return Path(answer.stdout.rstrip("\n"))
 
 

@@ -23,16 +23,21 @@ from pdtrace.stages import Outcome
 from server.config import Settings
 from server.stack.plan import AGENT_JOB, COLLECTOR_JOB, GATEWAY_JOB, SPANS_JOB, with_webhook
 from server.stack.programs import COLLECTOR, jaeger_path
+from tests.support.programs import otelcol
 from tests.support.real_stack import need_programs
 
 ROOT = COLLECTOR.parent
 ONE_HOST = ("jaeger.yaml", "otel-collector.yaml")
+INGESTERS = ("scale/3-ingester-clickhouse.yaml", "scale/3-ingester-elasticsearch.yaml")
 SAMPLING = (*ONE_HOST, "scale/2-sampler.yaml")
-OF_JAEGER = sorted(
-    str(path.relative_to(COLLECTOR))
-    for path in COLLECTOR.rglob("*.yaml")
-    if "receivers:" in path.read_text() and "loadbalancing" not in path.read_text()
-)
+BALANCER = "scale/1-loadbalancer.yaml"
+OF_COLLECTORS = {
+    str(path.relative_to(COLLECTOR)): path.read_text()
+    for path in sorted(COLLECTOR.rglob("*.yaml"))
+    if "receivers:" in path.read_text()
+}
+OF_JAEGER = [name for name in OF_COLLECTORS if name != BALANCER]
+OF_OTELCOL = [name for name in OF_JAEGER if "jaeger_storage" not in OF_COLLECTORS[name]]
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _ENVIRONMENT = re.compile(r"\$\{env:\w+:-([^}]*)\}")
 
@@ -69,6 +74,39 @@ def test_jaeger_refuses_a_file_with_a_wrong_key(tmp_path: Path) -> None:
     )
     with pytest.raises(AssertionError, match="decide_after"):
         run(jaeger_path(), "validate", "--config", wrong)
+
+
+@pytest.mark.parametrize("name", OF_OTELCOL)
+def test_collector_accepts_its_files(name: str) -> None:
+    run(otelcol(), "validate", "--config", COLLECTOR / name)
+
+
+def test_each_program_is_asked_about_each_of_its_files() -> None:
+    assert OF_OTELCOL == ["otel-collector.yaml", "scale/2-sampler.yaml"]
+    assert {*OF_JAEGER, BALANCER} == {*OF_OTELCOL, BALANCER, "jaeger.yaml", *INGESTERS}
+
+
+def test_collector_accepts_the_load_balancer_but_for_its_resolver(tmp_path: Path) -> None:
+    """No program here has its exporter. `protocol.otlp` takes what the exporter `otlp` does, but
+    for an endpoint: as such it is checked, and with it everything around. What is left are the
+    routing key and the resolver, whose documentation says which are texts."""
+    config = yaml.safe_load((COLLECTOR / BALANCER).read_text())
+    balancing = config["exporters"].pop("loadbalancing")
+    assert set(balancing) == {"routing_key", "protocol", "resolver"}
+    config["exporters"]["otlp"] = {**balancing["protocol"]["otlp"], "endpoint": "127.0.0.1:4317"}
+    config["service"]["pipelines"]["traces"]["exporters"] = ["otlp"]
+    changed = tmp_path / "loadbalancer.json"  # JSON is YAML
+    changed.write_text(json.dumps(config))
+    run(otelcol(), "validate", "--config", changed)
+    config["exporters"]["otlp"]["sending_queues"] = {}
+    changed.write_text(json.dumps(config))
+    with pytest.raises(AssertionError, match="sending_queues"):
+        run(otelcol(), "validate", "--config", changed)
+    resolver = read(BALANCER)["exporters"]["loadbalancing"]["resolver"]
+    assert set(resolver) == {"dns"}
+    assert set(resolver["dns"]) == {"hostname", "port", "interval"}
+    assert all(isinstance(value, str) for value in resolver["dns"].values())
+    assert seconds(resolver["dns"]["interval"]) > 0
 
 
 @pytest.mark.parametrize(
@@ -158,7 +196,7 @@ def test_tail_sampling_waits_longer_than_a_request_may_take_and_names_what_exist
 ) -> None:
     sampling = read(name)["processors"]["tail_sampling"]
     assert seconds(sampling["decision_wait"]) > Settings().deadlines.request_s
-    text = (COLLECTOR / name).read_text()
+    text = OF_COLLECTORS[name]
     known = {attr.key for attr in a.all_attrs()}
     named = {p[p["type"]]["key"] for p in sampling["policies"] if "key" in p[p["type"]]}
     named |= set(re.findall(r'attributes\["([^"]+)"\]', text))
@@ -182,14 +220,39 @@ def test_collector_and_jaeger_measure_and_sample_alike() -> None:
 
 
 def test_sampler_of_many_hosts_measures_and_samples_as_one_host_does() -> None:
+    """But for its memory."""
     one, many = read("jaeger.yaml"), read("scale/2-sampler.yaml")
-    assert one["connectors"] == many["connectors"]
-    assert one["processors"]["tail_sampling"] == many["processors"]["tail_sampling"]
+    for part in ("receivers", "connectors"):
+        assert one[part] == many[part], part
+    for name in ("tail_sampling", "batch"):
+        assert one["processors"][name] == many["processors"][name]
+    memory = [config["processors"]["memory_limiter"]["limit_mib"] for config in (one, many)]
+    assert memory[0] < memory[1]
+
+
+def test_what_is_common_to_all_files_is_alike() -> None:
+    """Variables and their defaults too: one that is set in one place means the same elsewhere."""
+    first = yaml.safe_load((COLLECTOR / "jaeger.yaml").read_text())
+    for name in (*SAMPLING, BALANCER):
+        config = yaml.safe_load((COLLECTOR / name).read_text())
+        assert config["receivers"] == first["receivers"], name
+        if name in SAMPLING:
+            assert config["exporters"]["prometheus"] == first["exporters"]["prometheus"], name
+            sampling, firsts = (one["processors"]["tail_sampling"] for one in (config, first))
+            assert sampling == firsts, name
+    ingesters = [yaml.safe_load((COLLECTOR / name).read_text()) for name in INGESTERS]
+    for part in ("receivers", "processors", "exporters", "service"):
+        assert ingesters[0][part] == ingesters[1][part], part
+    monitors = {
+        json.dumps(config["extensions"]["jaeger_storage"]["metric_backends"])
+        for config in (first, *ingesters)
+    }
+    assert len(monitors) == 1
+    assert first["connectors"]["spanmetrics"]["namespace"].replace(".", "_") in monitors.pop()
 
 
 def test_load_balancer_sends_each_trace_to_one_sampler_and_uses_what_it_defines() -> None:
-    """No program here has its exporter: the structure is all that is checked."""
-    balancer = read("scale/1-loadbalancer.yaml")
+    balancer = read(BALANCER)
     exporter = balancer["exporters"]["loadbalancing"]
     assert exporter["routing_key"] == "traceID"
     port = exporter["resolver"]["dns"]["port"]
@@ -203,7 +266,7 @@ def test_load_balancer_sends_each_trace_to_one_sampler_and_uses_what_it_defines(
 
 def test_what_goes_into_kafka_comes_out() -> None:
     sent = read("scale/2-sampler.yaml")["exporters"]["kafka"]
-    for name in ("scale/3-ingester-clickhouse.yaml", "scale/3-ingester-elasticsearch.yaml"):
+    for name in INGESTERS:
         received = read(name)["receivers"]["kafka"]
         for key in ("brokers", "traces", "protocol_version"):
             assert sent[key] == received[key], key
