@@ -272,6 +272,25 @@ def test_what_goes_into_kafka_comes_out() -> None:
             assert sent[key] == received[key], key
 
 
+@pytest.mark.parametrize("name", ["prometheus.yml", "scale/prometheus-remote-write.yml"])
+def test_prometheus_comes_before_an_exemplar_has_gone(name: str) -> None:
+    """Span metrics show an exemplar for one flush."""
+    prometheus = yaml.safe_load((COLLECTOR / name).read_text())
+    [job] = [one for one in prometheus["scrape_configs"] if one["job_name"] == SPANS_JOB]
+    for collector in SAMPLING:
+        flush = read(collector)["connectors"]["spanmetrics"]["metrics_flush_interval"]
+        assert seconds(job["scrape_interval"]) <= seconds(flush)
+    assert prometheus["storage"]["exemplars"]["max_exemplars"] > 0
+
+
+def test_each_sampler_has_series_of_its_own() -> None:
+    """By a label of the target: when metrics are relabelled its address is no longer known."""
+    prometheus = yaml.safe_load((COLLECTOR / "scale/prometheus-remote-write.yml").read_text())
+    [job] = [one for one in prometheus["scrape_configs"] if one["job_name"] == SPANS_JOB]
+    assert job["relabel_configs"] == [{"source_labels": ["__address__"], "target_label": "sampler"}]
+    assert "metric_relabel_configs" not in job
+
+
 def test_prometheus_scrapes_what_servers_and_stack_name() -> None:
     prometheus = yaml.safe_load((COLLECTOR / "prometheus.yml").read_text())
     jobs = {job["job_name"]: job for job in prometheus["scrape_configs"]}

@@ -23,12 +23,13 @@ from pdtrace.analysis.sources import read_source
 from pdtrace.analysis.time_range import TraceQuery
 from pdtrace.otlp.jaeger_json import decode_jaeger
 from pdtrace.slo import DEFAULT_SLO
-from pdtrace.spans import Span, StatusCode
+from pdtrace.spans import Span
 from pdtrace.stages import CHAINS, STAGE_BY_NAME, Mode
 from server.injection.fault import Corrupt, Damage
 from tests.integration.conftest import FAST_FAKE
 from tests.support.injection import clear, inject
 from tests.support.jaeger_critical_path import critical_path
+from tests.support.notable import is_notable
 from tests.support.real_stack import (
     RealStack,
     Webhook,
@@ -110,25 +111,6 @@ def spans_of(trace: dict[str, Any]) -> list[Span]:
 
 def request_id_of(spans: Sequence[Span]) -> str | None:
     return next((text(s.attributes, a.REQUEST_ID) for s in spans if is_root(s)), None)
-
-
-def is_notable(spans: Sequence[Span]) -> bool:
-    """Whether a request has to be kept."""
-    for span in spans:
-        own = span.attributes
-        odd = (a.STALL_STAGE, a.INCOMPLETE, a.VIOLATION)
-        ttft_s, gap_s = own.get(a.TTFT_SECONDS.key, 0.0), own.get(a.GAP_SECONDS.key, 0.0)
-        assert isinstance(ttft_s, float)
-        assert isinstance(gap_s, float)
-        if (
-            text(own, a.OUTCOME) not in {None, "completed"}
-            or span.status is StatusCode.ERROR
-            or any(attr.key in own for attr in odd)
-            or (own.get(a.STREAM.key) is True and ttft_s > DEFAULT_SLO.ttft_s)
-            or gap_s > DEFAULT_SLO.token_gap_s
-        ):
-            return True
-    return False
 
 
 @pytest.mark.parametrize("stage", CHAIN)
