@@ -98,6 +98,17 @@ def num_decided(collector: RunningCollector, *, sampled: bool) -> float:
     )
 
 
+def queries_of_a_span(service: str) -> dict[str, str]:
+    """Those that Grafana puts the span's service into, by name."""
+    sources = yaml.safe_load((COLLECTOR / "grafana/datasources/pdtrace.yaml").read_text())
+    [jaeger] = [one for one in sources["datasources"] if one["type"] == "jaeger"]
+    return {
+        one["name"]: one["query"].replace("$$__tags", f'service_name="{service}"')
+        for one in jaeger["jsonData"]["tracesToMetrics"]["queries"]
+        if "$$__tags" in one["query"]
+    }
+
+
 @pytest.fixture(scope="module")
 def store() -> Iterator[Received]:
     with grpc_receiver() as received:
@@ -252,3 +263,9 @@ def test_remote_write_carries_series_and_exemplars_from_one_prometheus_to_anothe
 
             found = wait_for(exemplars, "an exemplar at the other Prometheus")
             assert found <= {span.trace_id for span in requests.spans}
+            # What Grafana asks there on the way from a span to the metrics of its service.
+            queries = queries_of_a_span("pd-decode")
+            assert queries
+            for name, query in queries.items():
+                series = wait_for(lambda query=query: central.query(query), f"series of {name}")
+                assert {one["metric"]["span_name"] for one in series} >= {"decode.generate"}
