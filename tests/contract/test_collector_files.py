@@ -106,6 +106,13 @@ def test_collector_accepts_the_load_balancer_but_for_its_resolver(tmp_path: Path
     assert seconds(resolver["dns"]["interval"]) > 0
 
 
+@pytest.mark.parametrize("name", ["jaeger.yaml", *INGESTERS])
+def test_jaeger_neither_moves_spans_nor_adds_traces_of_its_own(name: str) -> None:
+    query = read(name)["extensions"]["jaeger_query"]
+    assert query["max_clock_skew_adjust"] == "0s"
+    assert query["enable_tracing"] is False
+
+
 @pytest.mark.parametrize(
     "name", sorted(str(p.relative_to(COLLECTOR)) for p in COLLECTOR.rglob("prometheus*.yml"))
 )
