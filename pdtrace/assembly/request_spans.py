@@ -544,7 +544,7 @@ class _Assembly:
         if end.t_ns < received.t_ns:
             by = seconds_text(received.t_ns - end.t_ns)
             attributes[a.VIOLATION.key] = f"ends {by} before it begins"
-        missing = "; ".join(self._missing())
+        missing = "; ".join(self._missing(gateway))
         if missing:
             attributes[a.INCOMPLETE.key] = missing
         return draft
@@ -558,9 +558,10 @@ class _Assembly:
         if self.request.gave_up:
             yield self.request.gave_up
 
-    def _missing(self) -> Iterable[str]:
-        is_open = self.evidence.end.is_open
-        for mark in (Mark.RECEIVED, *(() if is_open else (Mark.COMPLETED,))):
+    def _missing(self, gateway: Leg) -> Iterable[str]:
+        # A gateway that died wrote no end. That is how the request ended, nothing that is missing.
+        has_end = not self.evidence.end.is_open and gateway.lost_at_ns is None
+        for mark in (Mark.RECEIVED, *((Mark.COMPLETED,) if has_end else ())):
             if mark not in self.evidence.first:
                 yield f"no {mark.name.lower()} mark"
         yield from self._lost_records()

@@ -110,6 +110,17 @@ def timeline_of(spans: Sequence[Span]) -> Timeline:
     return build_timeline(Trace(trace_id=TRACE_ID, spans=spans))
 
 
+def recording_of(spans: Sequence[Span]) -> Recording:
+    return Recording(
+        source="test",
+        traces=(Trace(trace_id=TRACE_ID, spans=spans),),
+        files=1,
+        lines=1,
+        spans=len(spans),
+        problems=Problems(),
+    )
+
+
 def root_of(spans: Sequence[Span]) -> Span:
     [root] = [span for span in spans if span.attributes.get(a.SPAN.key) == "request"]
     return root
@@ -510,7 +521,22 @@ def test_lost_gateway_ends_the_request_as_lost() -> None:
         "  gateway.ingest 0-399 pd-gateway\n"
         "  gateway.queue 400-899 pd-gateway ERROR [lost]"
     )
-    assert root_of(spans).attributes[a.INCOMPLETE.key] == "no completed mark"
+
+
+def test_gateway_that_died_before_it_marked_the_end_is_named_and_no_mark_is_missed() -> None:
+    """The client may have had its whole answer; nobody can tell."""
+    moments = [m for m in pd_moments() if m[1] is not Mark.COMPLETED]
+    spans = assemble(request_of(moments, lost={GATEWAY: moments[-1][2] + 900}))
+    assert a.INCOMPLETE.key not in root_of(spans).attributes
+    finish = named(spans, "gateway.finish")
+    assert (finish.attributes[a.OUTCOME.key], finish.attributes[a.OUTCOME_BY.key]) == (
+        "lost",
+        "gateway-0",
+    )
+    report = check_recording(recording_of(spans))
+    broken = {rule.name: rule.examples for rule in report.rules if rule.broken}
+    assert broken == {"lost": ("req-1: lost with gateway-0 in gateway.finish (process_lost)",)}
+    assert report.outcomes == {"lost": 1}
 
 
 def test_retry_is_a_second_attempt_linked_to_the_first() -> None:
@@ -714,15 +740,7 @@ def test_end_that_nobody_recorded_is_no_outcome_and_blames_no_process(
     timeline = timeline_of(spans)
     assert (timeline.outcome, timeline.open) == (None, False)
     assert "The outcome was not recorded." in timeline.unknowns
-    recording = Recording(
-        source="test",
-        traces=(Trace(trace_id=TRACE_ID, spans=spans),),
-        files=1,
-        lines=1,
-        spans=len(spans),
-        problems=Problems(),
-    )
-    report = check_recording(recording)
+    report = check_recording(recording_of(spans))
     broken = {rule.name for rule in report.rules if rule.broken}
     assert "lost" not in broken
     assert "complete" in broken
