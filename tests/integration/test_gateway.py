@@ -257,8 +257,7 @@ async def test_prompt_that_no_pool_holds_is_refused(tmp_path: Path) -> None:
     async with gateway_under_test(tmp_path) as g:
         for worker in g.workers.values():
             worker.load = type(worker.load)(pages_total=4, pages_free=4)
-            worker.beat()
-        await asyncio.sleep(0.1)
+            await worker.tell()
         refused = await g.complete(prompt=[65] * 64)
         assert (await g.complete(prompt=[65] * 60, max_tokens=4)).status_code == 200
     assert refused.json()["error"]["code"] == "context_length_exceeded"

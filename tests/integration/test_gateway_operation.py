@@ -21,6 +21,7 @@ from server.config import Deadlines, ProcessConfig, Settings
 from server.gateway.openai_api import Operation
 from server.wire.messages import DecodeRequest
 from tests.support.gateway_doubles import (
+    WAIT_S,
     LegDouble,
     endless,
     events_of,
@@ -91,12 +92,9 @@ async def test_requests_before_the_workers_wait_and_are_served(tmp_path: Path) -
 
 async def test_without_workers_a_request_is_503_and_the_server_not_ready(tmp_path: Path) -> None:
     deadlines = Deadlines(drain_s=1.0, gateway_queue_s=0.2)
-    async with gateway_under_test(
-        tmp_path, wait_ready=False, deadlines=deadlines, dead_after_s=0.2
-    ) as g:
+    async with gateway_under_test(tmp_path, wait_ready=False, deadlines=deadlines) as g:
         for worker in g.workers.values():
             worker.beats = False
-        await asyncio.sleep(0.4)
         ready, health = await g.client.get("/ready"), await g.client.get("/health")
         response = await g.complete()
         (wait,) = g.marks(Mark.WAITING)
@@ -109,14 +107,12 @@ async def test_without_workers_a_request_is_503_and_the_server_not_ready(tmp_pat
 
 
 async def test_health_is_about_progress(tmp_path: Path) -> None:
-    async with gateway_under_test(tmp_path, stalled_after_s=2.0) as g:
+    async with gateway_under_test(tmp_path, stalled_after_s=20.0, dead_after_s=20.0) as g:
         fine = await g.client.get("/health")
         g.decode.beats = False
-        g.decode.beat(progress_age_s=30.0, busy=True)
-        await asyncio.sleep(0.1)
+        await g.decode.tell(progress_age_s=30.0, busy=True)
         stalled, ready = await g.client.get("/health"), await g.client.get("/ready")
-        g.decode.beat(progress_age_s=0.1, busy=True)
-        await asyncio.sleep(0.1)
+        await g.decode.tell(progress_age_s=0.1, busy=True)
         recovered = await g.client.get("/health")
     assert fine.status_code == recovered.status_code == 200
     assert {p["instance"] for p in fine.json()["processes"]} == {
@@ -133,20 +129,27 @@ async def test_health_is_about_progress(tmp_path: Path) -> None:
 
 
 async def test_missing_transfer_process_makes_the_server_not_ready(tmp_path: Path) -> None:
-    async with gateway_under_test(tmp_path, dead_after_s=0.3) as g:
+    async with gateway_under_test(tmp_path, dead_after_s=0.5) as g:
+
+        async def dead() -> set[str]:
+            health = (await g.client.get("/health")).json()
+            return {p["instance"] for p in health["processes"] if p["state"] != "ready"}
+
         g.workers["transfer-0"].beats = False
-        await asyncio.sleep(0.5)
+        async with asyncio.timeout(WAIT_S):
+            while await dead() != {"transfer-0"}:  # noqa: ASYNC110 -- asked over HTTP
+                await asyncio.sleep(0.02)
         assert (await g.client.get("/ready")).status_code == 503
         g.workers["transfer-0"].beats = True
-        await asyncio.sleep(0.2)
-        assert (await g.client.get("/ready")).status_code == 200
+        async with asyncio.timeout(WAIT_S):
+            while (await g.client.get("/ready")).status_code != 200:  # noqa: ASYNC110 -- asked over HTTP
+                await asyncio.sleep(0.02)
 
 
 async def test_draining_worker_gets_no_more_requests(tmp_path: Path) -> None:
     async with gateway_under_test(tmp_path, decode=2, policy="round_robin") as g:
         g.decode.draining = True
-        g.decode.beat()
-        await asyncio.sleep(0.1)
+        await g.decode.tell()
         for _ in range(3):
             assert (await g.complete()).status_code == 200
         assert len(g.decode.requests) == 0

@@ -228,15 +228,15 @@ async def test_restart_is_noticed_and_tried_again_at_once(tmp_path: Path) -> Non
 
 
 async def test_waits_of_all_attempts_share_one_deadline(tmp_path: Path) -> None:
-    deadlines = Deadlines(drain_s=1.0, gateway_queue_s=1.0)
+    deadlines = Deadlines(drain_s=1.0, gateway_queue_s=4.0)
     async with gateway_under_test(
-        tmp_path, decode_script=silent, dead_after_s=0.3, max_concurrency=1, deadlines=deadlines
+        tmp_path, decode_script=silent, dead_after_s=1.0, max_concurrency=1, deadlines=deadlines
     ) as g:
         first = asyncio.create_task(g.complete())
         await g.dispatched()
         second = asyncio.create_task(g.complete())
         await g.waiting(1)
-        await asyncio.sleep(0.5)  # half of its time is gone before it has a place
+        await asyncio.sleep(0.5)  # a part of its time is gone before it has a place
         first.cancel()
         await g.decode.until(lambda worker: len(worker.requests) == 2)
         g.decode.beats = False
@@ -252,10 +252,10 @@ async def test_waits_of_all_attempts_share_one_deadline(tmp_path: Path) -> None:
 
 async def test_request_deadline_holds_for_all_attempts_together(tmp_path: Path) -> None:
     async def breaks_late(leg: LegDouble) -> None:
-        await asyncio.sleep(0.9)
+        await asyncio.sleep(1.8)
         leg.close(Outcome.FAILED, reason="checksum_mismatch")
 
-    deadlines = Deadlines(drain_s=0.5, request_s=1.5)
+    deadlines = Deadlines(drain_s=0.5, request_s=3.0)
     async with gateway_under_test(
         tmp_path, decode_script=breaks_late, deadlines=deadlines, max_retries=5
     ) as g:

@@ -220,6 +220,12 @@ class WorkerDouble:
             )
         )
 
+    async def tell(self, *, progress_age_s: float = 0.0, busy: bool = False) -> None:
+        """Send one heartbeat and wait until the gateway has answered it."""
+        self.beat(progress_age_s=progress_age_s, busy=busy)
+        sent = self._seq
+        await self.until(lambda worker: worker.acks >= sent)
+
     async def until(self, condition: Callable[[WorkerDouble], bool]) -> None:
         """Wait until what this worker received satisfies `condition`."""
         async with asyncio.timeout(WAIT_S), self._seen:
