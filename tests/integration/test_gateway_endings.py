@@ -112,7 +112,7 @@ async def test_dead_worker_fails_its_requests_and_no_others(tmp_path: Path, how:
         else:
             dead.restart()
         victim = g.decode.requests[0].context.handoff_id
-        done, running = await asyncio.wait(tasks, return_when="FIRST_COMPLETED", timeout=10)
+        done, running = await asyncio.wait(tasks, return_when="FIRST_COMPLETED", timeout=WAIT_S)
         (failed,), (healthy,) = done, running
         events = events_of(failed.result().text)
         assert events[-2]["error"]["code"] == "worker_lost"
@@ -196,13 +196,13 @@ async def test_client_that_leaves_cancels_its_request_wherever_it_is(
         tmp_path, decode_script=script, allow_faults=True, max_concurrency=1
     ) as g:
         task = asyncio.create_task(g.complete(headers=headers, stream=stream))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while reached not in g.mark_names():  # noqa: ASYNC110 -- marks have no event
                 await asyncio.sleep(0.005)
         await asyncio.sleep(0.05)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while not g.marks(Mark.COMPLETED):  # noqa: ASYNC110 -- marks have no event
                 await asyncio.sleep(0.005)
         (completed,) = g.marks(Mark.COMPLETED)

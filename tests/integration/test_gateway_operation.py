@@ -80,7 +80,7 @@ async def test_requests_before_the_workers_wait_and_are_served(tmp_path: Path) -
         for worker in g.workers.values():
             worker.beats = False
         burst = [asyncio.create_task(g.complete()) for _ in range(40)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while len(g.marks(Mark.WAITING)) < 40 and not g.decode.requests:  # noqa: ASYNC110 -- marks have no event
                 await asyncio.sleep(0.005)
         for worker in g.workers.values():
@@ -330,7 +330,7 @@ async def test_process_answers_what_is_open_and_exits_with_0(tmp_path: Path) -> 
             assert (await client.get("/ready")).status_code == 503
             body = {"model": "fake", "prompt": "hi", "stream": True}
             waiting = asyncio.create_task(client.post("/v1/completions", json=body))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(WAIT_S):
                 while "pd_requests_in_flight 1.0" not in (await client.get("/metrics")).text:  # noqa: ASYNC110 -- another process
                     await asyncio.sleep(0.02)
             process.send_signal(signal.SIGTERM)

@@ -112,7 +112,7 @@ def stopped(pid: int) -> Generator[None]:
 
 def metric(server: RunningServer, name: str, **labels: str) -> float:
     """A sample of the agent's /metrics; 0 where it is absent."""
-    text = httpx.get(f"{agent_url(server)}/metrics", timeout=10, trust_env=False).text
+    text = httpx.get(f"{agent_url(server)}/metrics", timeout=PATIENCE_S, trust_env=False).text
     total = 0.0
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -176,7 +176,7 @@ def test_worker_that_is_stopped_shows_as_stalled_with_what_it_holds(server: Runn
             url = f"{agent_url(server)}/inflight"
 
             def states_told_by_agent() -> list[str]:
-                processes = httpx.get(url, timeout=10, trust_env=False).json()["processes"]
+                processes = httpx.get(url, timeout=PATIENCE_S, trust_env=False).json()["processes"]
                 return [p["state"] for p in processes if p["instance"] == "decode-0"]
 
             eventually(lambda: states_told_by_agent() == ["stalled"])
@@ -198,7 +198,9 @@ def test_stuck_request_is_reported_once_in_log_metrics_and_span(server: RunningS
     with held(server, name, stage):
         eventually(lambda: in_stage(server, name, stage))
         eventually(lambda: metric(server, "pd_stuck_total", stage=stage) > counted)
-        seen = httpx.get(f"{agent_url(server)}/inflight?id={name}", timeout=10, trust_env=False)
+        seen = httpx.get(
+            f"{agent_url(server)}/inflight?id={name}", timeout=PATIENCE_S, trust_env=False
+        )
         [shown] = seen.json()["requests"]
         assert shown["stuck"] is True
     assert metric(server, "pd_stuck_total", stage=stage) == counted + 1
@@ -229,7 +231,7 @@ def test_finished_requests_are_in_the_metrics(server: RunningServer) -> None:
     assert counted >= done
     accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
     text = httpx.get(
-        f"{agent_url(server)}/metrics", headers=accept, timeout=10, trust_env=False
+        f"{agent_url(server)}/metrics", headers=accept, timeout=PATIENCE_S, trust_env=False
     ).text
     assert text.endswith("# EOF\n")
     exemplars = set(re.findall(r'trace_id="([0-9a-f]{32})"', text))
@@ -239,5 +241,5 @@ def test_finished_requests_are_in_the_metrics(server: RunningServer) -> None:
 
 
 def test_health_says_that_the_agent_keeps_up(server: RunningServer) -> None:
-    answer = httpx.get(f"{agent_url(server)}/health", timeout=10, trust_env=False)
+    answer = httpx.get(f"{agent_url(server)}/health", timeout=PATIENCE_S, trust_env=False)
     assert answer.status_code == 200

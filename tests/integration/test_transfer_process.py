@@ -57,7 +57,7 @@ from server.wire.messages import (
 from server.wire.sockets import Inbox, Outbox
 from tests.support.kv_transfers import LAYOUT, NUM_PAGES
 
-LIMIT_S = 15.0
+LIMIT_S = 60.0
 MessageT = TypeVar("MessageT")
 
 

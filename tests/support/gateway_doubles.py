@@ -439,7 +439,7 @@ async def gateway_under_test(
     limits = httpx.Limits(max_connections=200)
     try:
         async with httpx.AsyncClient(
-            base_url=url, timeout=20.0, trust_env=False, limits=limits
+            base_url=url, timeout=WAIT_S, trust_env=False, limits=limits
         ) as client:
             under_test = GatewayUnderTest(gateway, server, url, workers, rings, client)
             if wait_ready:

@@ -29,7 +29,7 @@ from server.wire.messages import PoolRef
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
 NUM_PAGES = 16
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 SECRET = bytes(range(32))
 
 

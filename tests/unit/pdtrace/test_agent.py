@@ -86,7 +86,7 @@ def request_ids(tmp_path: Path) -> list[str]:
     return sorted(str(root.attributes[a.REQUEST_ID.key]) for root in roots(tmp_path))
 
 
-def drain(agent: Agent, *, within_s: float = 10) -> None:
+def drain(agent: Agent, *, within_s: float = 60) -> None:
     deadline = time.monotonic() + within_s
     agent.poll()
     while not agent.is_drained:
@@ -118,7 +118,7 @@ def agent_process(tmp_path: Path, *more: str) -> subprocess.Popen[str]:
     )
 
 
-def wait_until_written(tmp_path: Path, count: int, *, within_s: float = 20) -> None:
+def wait_until_written(tmp_path: Path, count: int, *, within_s: float = 60) -> None:
     deadline = time.monotonic() + within_s
     while len(request_ids(tmp_path)) < count:
         assert time.monotonic() < deadline
@@ -519,8 +519,8 @@ def test_signal_makes_the_agent_read_flush_and_exit_with_one_summary_line(
     gateway.mark(Mark.RECEIVED)
     begin_s = time.monotonic()
     agent.send_signal(number)
-    out, err = agent.communicate(timeout=20)
-    assert time.monotonic() - begin_s < 3.5
+    out, err = agent.communicate(timeout=60)
+    assert time.monotonic() - begin_s < 20, "1.4 s, and a busy machine"
     assert agent.returncode == 0, err
     assert request_ids(tmp_path) == ["one", "two"]
     summary = json.loads(out)
@@ -535,14 +535,14 @@ def test_last_words_of_a_server_that_stops_together_with_the_agent_get_in(
     gateway.mark(Mark.RECEIVED)
     stop = threading.Event()
     stop.set()
-    config = AgentConfig(poll_s=0.01, grace_s=5, state_s=0.05)
+    config = AgentConfig(poll_s=0.01, grace_s=30, flush_s=60, state_s=0.05)
     agent = agent_of(tmp_path, config=config)
     runner = threading.Thread(target=agent.run, args=(stop,))
     runner.start()
     gateway.mark(Mark.COMPLETED, Outcome.FAILED, "shutting_down", "gateway", 503)
     gateway.end()
     close(recorders)
-    runner.join(10)
+    runner.join(60)
     assert not runner.is_alive()
     agent.close()
     assert request_ids(tmp_path) == ["last"]

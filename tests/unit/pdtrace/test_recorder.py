@@ -369,7 +369,7 @@ def test_a_second_thread_is_refused_except_for_gauges(tmp_path: Path):
 
         thread = threading.Thread(target=other_thread)
         thread.start()
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         trace.mark(Mark.KV_NOTICED)
         assert recorder.errors == 1
         assert recorder.path is not None
@@ -385,7 +385,7 @@ def test_the_thread_that_records_first_owns_the_recorder(tmp_path: Path):
     with open_recorder(tmp_path) as recorder:
         thread = threading.Thread(target=lambda: recorder.begin(CONTEXT).end())
         thread.start()
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         assert recorder.errors == 0
         assert recorder.path is not None
         with RingReader(recorder.path) as reader:

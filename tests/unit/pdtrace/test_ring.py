@@ -1109,7 +1109,7 @@ def test_kill_9_loses_nothing_that_was_written(tmp_path: Path, delay_s: float):
         time.sleep(delay_s)
         writer.send_signal(signal.SIGKILL)
         announced = int(([first, *writer.stdout.read().splitlines()][:-1] or [first])[-1])
-        writer.wait(timeout=10)
+        writer.wait(timeout=60)
         assert reader.writer_state() is WriterState.DEAD
         assert not reader.writer_alive()
         assert not reader.closed

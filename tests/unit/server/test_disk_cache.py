@@ -56,7 +56,7 @@ def test_readers_see_whole_files_while_others_write(tmp_path: Path) -> None:
     seen = [DiskCache(tmp_path).read("x") for _ in range(200)]
     done.set()
     for writer in writers:
-        writer.join(timeout=10)
+        writer.join(timeout=60)
     assert all(content in contents for content in seen)
 
 
@@ -76,7 +76,7 @@ def test_the_lock_excludes_other_holders(tmp_path: Path) -> None:
             thread.start()
         assert overlaps == []
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     assert overlaps == [1] * 8
 
 

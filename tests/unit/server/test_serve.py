@@ -76,14 +76,14 @@ def running(given: ProcessConfig) -> Generator[threading.Event]:
         yield stop
     finally:
         stop.set()
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         assert not thread.is_alive()
         assert failures == []
 
 
 def receive(inbox: Inbox, kind: type[AnyMessage]) -> AnyMessage:
     for _ in range(100):
-        received = inbox.get(5)
+        received = inbox.get(30)
         assert received is not None
         if isinstance(received.message, kind):
             return received.message

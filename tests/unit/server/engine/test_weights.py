@@ -134,7 +134,7 @@ def test_processes_that_start_together_prepare_once(
 
     def start() -> None:
         cache = DiskCache(tmp_path / "cache")
-        barrier.wait(timeout=10)
+        barrier.wait(timeout=60)
         loaded.append(load(gguf_path, cache))
 
     threads = [threading.Thread(target=start) for _ in range(4)]

@@ -109,7 +109,7 @@ def test_a_late_message_is_waited_for_no_longer_than_needed_and_arrives_late() -
     process = Process(Delay(message="CopyDone", ms=30))
     process.socket.arrive(done(1), other(1))
     assert process.read() == [other(1)]
-    came = process.inbox.get(5.0)
+    came = process.inbox.get(30.0)
     assert came is not None
     assert came.message == done(1)
     assert (
