@@ -31,7 +31,7 @@ from server.wire.endpoints import MAX_PATH_BYTES, EndpointDirectory
 from server.wire.messages import InjectFaults
 from server.wire.sockets import Outbox
 from tests.integration.conftest import FAST_FAKE
-from tests.support.aftermath import EXPLAINED, NAMED, assert_recorded, assert_recovered
+from tests.support.aftermath import assert_recorded, assert_recovered
 from tests.support.completions import Answer, Ask, ask, ask_all
 from tests.support.own_server import OwnServer, own_server
 from tests.support.recorded import in_flight, is_root, spans_of, wait_for
@@ -327,8 +327,8 @@ def test_two_interrupts_stop_a_busy_server_and_leave_no_process(tmp_path: Path) 
                 answer.result()  # whatever it is: nobody hangs
         assert not [pid for pid in pids if is_running(pid)]
         assert "Traceback" not in server.stderr
-        # The second one leaves a gateway no time to tell the end of what it had.
-        assert_recorded(server.run_dir, allowed={*EXPLAINED, NAMED})
+        # The second one leaves a gateway no time to tell the end of what it had: that is lost.
+        assert_recorded(server.run_dir)
         for each in asked:
             root, *_ = spans_of(server, str(each.request_id))
             assert root.attributes[a.OUTCOME.key] in {Outcome.FAILED, Outcome.LOST}
