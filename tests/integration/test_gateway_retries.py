@@ -224,7 +224,7 @@ async def test_restart_is_noticed_and_tried_again_at_once(tmp_path: Path) -> Non
         g.decode.restart()
         began_s = time.monotonic()
         assert text(await request) == "after"
-        assert time.monotonic() - began_s < 10
+        assert time.monotonic() - began_s < 20
 
 
 async def test_waits_of_all_attempts_share_one_deadline(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ async def test_worker_whose_queue_is_full_is_passed_or_the_answer_is_503(
     assert response.json()["error"]["code"] == "overloaded"
     assert int(response.headers["retry-after"]) >= 1
     assert completed[:2] == (Outcome.REJECTED, "overloaded")
-    assert seconds < 10
+    assert seconds < 20
 
 
 async def test_leg_that_says_it_can_never_fit_is_400(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_hundred_requests_that_end_on_the_prefill_side_end_on_the_other_at_once(
             assert closed.message == "prefill-0: prefill.queue took longer than allowed"
     here, there = aborts(processes, "prefill-0"), aborts(processes, "decode-0")
     late_s = [(there[handoff_id].t_ns - here[handoff_id].t_ns) / 1e9 for handoff_id in asked]
-    assert max(late_s) < 5  # a second on a machine that does nothing else
+    assert max(late_s) < GENEROUS_S  # a second on a machine that does nothing else
     check_recovered(processes)
 
 
