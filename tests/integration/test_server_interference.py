@@ -76,7 +76,7 @@ def test_why_names_the_request_whose_prompt_stalled_it(server: RunningServer) ->
 def test_time_in_which_the_worker_was_stopped_is_nobodys_fault(server: RunningServer) -> None:
     with ThreadPoolExecutor() as pool:
         asked = [
-            Ask(request_id=f"stopped-{number}", prompt=list(range(20)), max_tokens=200)
+            Ask(request_id=f"stopped-{number}", prompt=list(range(20)), max_tokens=800)
             for number in range(4)
         ]
         answers = [pool.submit(ask, server, each) for each in asked]
@@ -107,19 +107,25 @@ def test_time_in_which_the_gateway_was_stopped_is_told_of_what_waited_for_it(
     """A message that comes just behind the pause waited for it, unless the machine is so slow that
     "just behind" is long over: so it is tried some times."""
     waits: list[object] = []
+
+    def wait_until_in(name: str, stage: str) -> None:
+        wait_for(
+            lambda: (in_flight(server, name) or {}).get("stage") == stage, f"{name} in {stage}"
+        )
+
     with ThreadPoolExecutor() as pool:
         for number in range(8):
             name = f"gateway-stopped-{number}"
-            asked = Ask(request_id=name, prompt=list(range(20)), max_tokens=200, stream=False)
+            asked = Ask(request_id=name, prompt=list(range(20)), max_tokens=400, stream=False)
             answer = pool.submit(ask, server, asked)
-            wait_for(
-                lambda name=name: (in_flight(server, name) or {}).get("stage") == "decode.generate",
-                "a request that generates",
-            )
+            wait_until_in(name, "decode.generate")
             pid = server.pid("gateway-0")
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(0.8)
-            os.kill(pid, signal.SIGCONT)
+            try:
+                wait_until_in(name, "gateway.finish")
+                time.sleep(0.5)
+            finally:
+                os.kill(pid, signal.SIGCONT)
             assert answer.result().status == 200
             waits += [
                 span.attributes.get(a.WAIT_REASON.key)

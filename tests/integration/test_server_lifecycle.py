@@ -215,7 +215,7 @@ def test_agent_tells_what_is_in_flight(tmp_path: Path) -> None:
 
         def it_waits_for_pages() -> bool:
             seen[:] = in_flight(server) or []
-            return any(request["wait"] for request in seen)
+            return any((request["wait"] or {}).get("reason") == "kv_pages" for request in seen)
 
         assert wait_until(it_waits_for_pages)
         assert [(r["request_id"], r["stage"], r["worker"]) for r in seen] == [

@@ -43,6 +43,8 @@ INSTANCES = ("prefill-0", "decode-0", "transfer-0", "gateway-0", "agent")
 PROBE = Ask(prompt="is all well?", max_tokens=12)
 LONG = 8000
 """Tokens of an answer that does not end while a test runs."""
+LINGERS = {"decode.generate": 2000}
+"""A fault that keeps a request in sight of a test until that has looked, and its answer whole."""
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +178,9 @@ def test_request_that_comes_while_everybody_is_dead_is_served(
 def test_requests_of_other_workers_are_untouched_by_a_death(
     server: RunningServer, expected: str
 ) -> None:
-    wanted = Ask(prompt="go on", max_tokens=400, stream=True, request_id="untouched")
+    wanted = Ask(
+        prompt="go on", max_tokens=400, stream=True, request_id="untouched", faults=LINGERS
+    )
     alone = ask(server, Ask(prompt="go on", max_tokens=400))
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(ask, server, wanted)
@@ -194,6 +198,7 @@ def test_process_told_to_stop_drains_exits_with_0_and_is_replaced(
 ) -> None:
     """Idle and at work; in neither case anybody waits for ever, or is cut off without a word."""
     asked = [Ask(prompt=f"{n}" * 30, max_tokens=150, stream=n % 2 == 0) for n in range(5)]
+    asked.append(Ask(prompt="lingers", max_tokens=150, faults=LINGERS))
     for requests in ([], asked):
         with ThreadPoolExecutor() as pool:
             answers = [pool.submit(ends_properly, server, request) for request in requests]
@@ -213,7 +218,9 @@ def requests_in_flight(server: RunningServer) -> list[dict[str, Any]]:
 
 
 def test_worker_told_to_stop_finishes_what_it_has(server: RunningServer, expected: str) -> None:
-    wanted = Ask(prompt="finish", max_tokens=300, stream=True, request_id="finished")
+    wanted = Ask(
+        prompt="finish", max_tokens=300, stream=True, request_id="finished", faults=LINGERS
+    )
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(ask, server, wanted)
         holder = held_on(server, "finished")

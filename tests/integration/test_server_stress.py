@@ -361,6 +361,7 @@ def test_client_that_leaves_a_request_without_stream_frees_its_place_at_once(
     narrow: RunningServer,
 ) -> None:
     body = {"prompt": tokens(20), "max_tokens": 5000, "stream": False}
+    before = decode_steps(narrow)
     with post(narrow, "gone", body):
         wait_for(
             lambda: (in_flight(narrow, "gone") or {}).get("stage") == "decode.generate",
@@ -372,10 +373,8 @@ def test_client_that_leaves_a_request_without_stream_frees_its_place_at_once(
     assert answer.status == 200
     spans = spans_of(narrow, "gone")
     assert check_cancelled(*spans) == "decode.generate"
-    (generated,) = [span for span in spans if span.name == "decode.generate"]
-    # 5000 tokens take 10 s and more; it was stopped long before.
-    assert decode_steps(narrow) < 4000
-    assert generated.end_ns - generated.start_ns < 8e9
+    # It was stopped long before its 5000 tokens.
+    assert decode_steps(narrow) < before + 4000
     check_recovered(narrow)
 
 
