@@ -24,13 +24,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdtrace import semconv as a
 from pdtrace.analysis.sources import read_source
+from server.injection.fault import Freeze
 from tests.integration.conftest import FAST_FAKE
 from tests.support.completions import Ask, ask, ask_all
+from tests.support.injection import clear, inject
 from tests.support.server import ROOT, RunningServer, running_server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
-FOREVER_MS = 60_000
+FOREVER_MS = 3_600_000
 PATIENCE_S = 45.0
 
 T = TypeVar("T")
@@ -91,12 +93,13 @@ def held(server: RunningServer, request_id: str, stage: str) -> Generator[None]:
     ).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\nX-Request-Id: {request_id}\r\n"
-        f"X-PD-Faults: {stage}={FOREVER_MS}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
+    inject(server, Freeze(stage=stage, ms=FOREVER_MS, request=request_id))
     with socket.create_connection((url.hostname or "", url.port or 0)) as connection:
         connection.sendall(head.encode() + body)
         yield
+    clear(server)
     eventually(lambda: in_flight(server, request_id) is None)
 
 
