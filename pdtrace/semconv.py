@@ -163,6 +163,13 @@ TTFT_SECONDS = _float(
     "pd.ttft", "Seconds from first request byte to first content byte written.", on_root=True
 )
 
+CONTENT_GAPS = _int(
+    "pd.content.gaps", "Times between two writes of content to the client's socket.", on_root=True
+)
+LONGEST_GAP_SECONDS = _float(
+    "pd.content.longest_gap", "The longest of them, seconds; absent without one.", on_root=True
+)
+
 
 def all_attrs() -> tuple[Attr, ...]:
     """Every attribute defined here, in order of definition."""

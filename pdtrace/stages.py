@@ -201,6 +201,8 @@ MARKS: Mapping[Mark, MarkSpec] = MappingProxyType(
                 a.OUTPUT_TOKENS,
                 a.FINISH_REASON,
                 a.CACHED_TOKENS,
+                a.CONTENT_GAPS,
+                a.LONGEST_GAP_SECONDS,
             ),
         ),
         Mark.RESERVE_RECEIVED: MarkSpec(_DECODE, "The request reached the decode worker's inbox."),

@@ -61,6 +61,8 @@ class Call:
     told_pause: tuple[str, int] | None = None
     first_write_ns: int | None = None
     last_write_ns: int | None = None
+    num_gaps: int = 0
+    longest_gap_ns: int = 0
 
     @property
     def admission_key(self) -> str:
@@ -93,7 +95,10 @@ class Call:
                 streamed=self.responder.streams,
             )
         elif self.last_write_ns is not None:
-            metrics.gap(self.operation, (at_ns - self.last_write_ns) / NS_PER_S)
+            gap_ns = at_ns - self.last_write_ns
+            self.num_gaps += 1
+            self.longest_gap_ns = max(self.longest_gap_ns, gap_ns)
+            metrics.gap(self.operation, gap_ns / NS_PER_S)
         self.last_write_ns = at_ns
 
     def measure(self, metrics: GatewayMetrics) -> None:

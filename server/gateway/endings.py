@@ -54,6 +54,8 @@ def end_request(
         None if output is None else output.num_tokens,
         None if output is None else output.finish_reason,
         None if output is None else output.cached_tokens,
+        None if call.first_write_ns is None else call.num_gaps,
+        call.longest_gap_ns / NS_PER_S if call.num_gaps else None,
         at_ns=at_ns,
     )
     _count_attempt(call, outcome, metrics)

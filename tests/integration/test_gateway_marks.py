@@ -42,7 +42,21 @@ async def test_completed_request_has_all_marks_in_order(tmp_path: Path) -> None:
     assert received == ("POST", "/v1/completions", "text_completion")
     assert tokenized == ("fake", 2, 9, True, "pd")
     assert routed[:4] == ("prefill-0", "decode-0", "least_loaded", 1)
-    assert completed == ("completed", None, None, 200, 6, "stop", 0)
+    assert completed[:7] == ("completed", None, None, 200, 6, "stop", 0)
+
+
+async def test_gaps_between_writes_are_counted_and_the_longest_is_told(tmp_path: Path) -> None:
+    async with gateway_under_test(tmp_path, decode_script=speak("abc", gap_s=0.2)) as g:
+        await g.complete(stream=True, max_tokens=9)
+        await g.complete(stream=False, max_tokens=9)
+        streamed, whole = g.marks(Mark.COMPLETED)
+        metrics = (await g.client.get("/metrics")).text
+    gaps, longest_s = streamed[7:]
+    assert isinstance(longest_s, float)
+    assert longest_s > 0.15
+    assert whole[7:] == (0, None)
+    measured = [line for line in metrics.splitlines() if "pd_inter_token_gap_seconds_count" in line]
+    assert sum(float(line.split()[-1]) for line in measured) == gaps
 
 
 async def test_request_begins_at_its_first_byte_and_ends_at_its_last(tmp_path: Path) -> None:
