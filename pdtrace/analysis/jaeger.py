@@ -225,19 +225,26 @@ class Jaeger:
         ]
 
     def _take_otlp(self, answer: bytes, found: FoundTraces) -> None:
+        """One object, or one in each line: so Jaegers of the first v3 sent a large answer."""
         try:
-            result = msgspec.json.decode(answer, type=_Result).result
-        except msgspec.DecodeError as error:
-            raise _Absent from error
-        try:
-            spans = json_lines.decode_line(bytes(result))
-        except (ValueError, RecursionError):
+            results = [msgspec.json.decode(answer, type=_Result).result]
+        except msgspec.DecodeError:
             try:
-                foreign = decode_foreign(msgspec.json.decode(result))
-            except (NotTraces, msgspec.DecodeError, RecursionError) as error:
-                raise SourceError(f"{self.url}: cannot read its traces: {error}") from error
-            spans = foreign.spans
-            found.bad_spans += foreign.bad_spans
+                lines = filter(bytes.strip, answer.splitlines())
+                results = [msgspec.json.decode(line, type=_Result).result for line in lines]
+            except msgspec.DecodeError as error:
+                raise _Absent from error
+        spans: list[Span] = []
+        for result in results:
+            try:
+                spans += json_lines.decode_line(bytes(result))
+            except (ValueError, RecursionError):
+                try:
+                    foreign = decode_foreign(msgspec.json.decode(result))
+                except (NotTraces, msgspec.DecodeError, RecursionError) as error:
+                    raise SourceError(f"{self.url}: cannot read its traces: {error}") from error
+                spans += foreign.spans
+                found.bad_spans += foreign.bad_spans
         found.add(spans)
 
     def _take_jaeger(self, answer: bytes, found: FoundTraces) -> None:

@@ -7,17 +7,17 @@ of other writers are `pdtrace.otlp.foreign`'s, asking a Jaeger is `pdtrace.analy
 
 from __future__ import annotations
 
-import gzip
 import io
 import os
 import stat
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import IO, Protocol, cast
+from typing import IO, Any, Protocol, cast
 
 import msgspec
 
@@ -25,7 +25,8 @@ from pdtrace.analysis.jaeger import FoundTraces, read_jaeger
 from pdtrace.analysis.time_range import TraceQuery
 from pdtrace.errors import SourceError
 from pdtrace.otlp import json_lines
-from pdtrace.otlp.foreign import NotTraces, decode_foreign
+from pdtrace.otlp.foreign import ForeignSpans, NotTraces, decode_foreign
+from pdtrace.otlp.jaeger_json import mended
 from pdtrace.patience import Progress, no_progress
 from pdtrace.ring import scan_rings
 from pdtrace.ring.losses import STATE_NAME
@@ -42,8 +43,8 @@ _BESIDE_TRACES = frozenset({STATE_NAME, "agent.json", "server.json", "export-cur
 """Files of a run directory that are no traces."""
 
 SUPPORTED = (
-    "a run directory, OTLP JSON lines (file or folder, plain or gzip), the http://HOST:PORT of a "
-    "Jaeger or of an agent, or - for stdin"
+    "a run directory, OTLP JSON lines or a Jaeger's JSON (file or folder, plain or gzip), the "
+    "http://HOST:PORT of a Jaeger or of an agent, or - for stdin"
 )
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
@@ -61,6 +62,8 @@ _MAGICS = (
     (b"\xfe\xff", "is UTF-16 text: convert it to UTF-8 first"),
 )
 _MAX_BAD_LINES = 100
+_MAX_WARNINGS = 3
+_CHUNK_BYTES = 256 * 1024
 _TELL_EVERY = 100
 
 
@@ -85,6 +88,7 @@ class Problems:
     other_signals    lines of metrics or logs, passed over
     skipped_files    files of a folder that hold no JSON
     unread           sentences on what a store holds beyond what was asked for
+    warnings         what a Jaeger says of spans and traces, with how often
     """
 
     bad_lines: list[BadLine] = field(default_factory=list[BadLine])
@@ -96,6 +100,7 @@ class Problems:
     other_signals: int = 0
     skipped_files: list[str] = field(default_factory=list[str])
     unread: list[str] = field(default_factory=list[str])
+    warnings: Counter[str] = field(default_factory=Counter[str])
 
     def __bool__(self) -> bool:
         return any(
@@ -108,6 +113,7 @@ class Problems:
                 self.other_signals,
                 self.skipped_files,
                 self.unread,
+                self.warnings,
             )
         )
 
@@ -136,6 +142,13 @@ class Problems:
             found.append(f"{_many(self.other_signals, 'line')} of metrics or logs passed over.")
         if self.skipped_files:
             found.append(f"{_many(len(self.skipped_files), 'file')} without JSON skipped.")
+        told = self.warnings.most_common(_MAX_WARNINGS)
+        found += [
+            f"Jaeger warns{f' {count} times' if count > 1 else ''}: {warning.rstrip('.')}."
+            for warning, count in told
+        ]
+        if len(self.warnings) > len(told):
+            found.append(f"Jaeger has {len(self.warnings) - len(told)} further warnings.")
         return [*found, *self.unread]
 
 
@@ -145,7 +158,10 @@ def _many(count: int, noun: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """Traces of one source, by begin. `lines` counts the non-blank ones."""
+    """Traces of one source, by begin. `lines` counts the non-blank ones.
+
+    from_jaeger  what of it a Jaeger answered, now or when a file was saved: that may be a choice
+    """
 
     source: str
     traces: tuple[Trace, ...]
@@ -153,6 +169,7 @@ class Recording:
     lines: int
     spans: int
     problems: Problems
+    from_jaeger: tuple[str, ...] = ()
 
 
 def default_source(environ: Mapping[str, str] = os.environ) -> str:
@@ -372,6 +389,49 @@ class _Lines(Protocol):
     def readline(self, size: int, /) -> bytes: ...
 
 
+class _Gunzipped(io.RawIOBase):
+    """What a gzip stream holds, to the byte at which it is cut or damaged; `damage` says so then.
+    `gzip.GzipFile` gives nothing of a line whose end is missing, which may be the whole file."""
+
+    def __init__(self, packed: IO[bytes]) -> None:
+        super().__init__()
+        self.damage: str | None = None
+        self._packed = packed
+        self._unpack = _member()
+        self._rest = b""
+        self._ended = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self._ended:
+            packed = self._rest or self._packed.read(_CHUNK_BYTES)
+            if self._unpack.eof:  # another stream may follow, or bytes that fill a block
+                packed = packed.lstrip(b"\0")
+                if packed:
+                    self._unpack = _member()
+            if not packed:
+                if not self._unpack.eof:
+                    self.damage = "it ends before its end"
+                break
+            try:
+                found = self._unpack.decompress(packed, len(buffer))
+            except zlib.error as error:
+                self.damage = str(error)
+                break
+            self._rest = self._unpack.unconsumed_tail or self._unpack.unused_data
+            if found:
+                buffer[: len(found)] = found
+                return len(found)
+        self._ended = True
+        return 0
+
+
+def _member():
+    return zlib.decompressobj(zlib.MAX_WBITS | 16)  # with the head and sum of a gzip stream
+
+
 class _Reader:
     """Reads files one after another and keeps what they hold."""
 
@@ -385,6 +445,7 @@ class _Reader:
         self.lines = 0
         self.usable = 0
         self.hint: str | None = None
+        self.from_jaeger: list[str] = []
 
     def expecting(self, paths: Sequence[Path]) -> Iterator[Path]:
         """The same files, so that it is known how far through them the reader is."""
@@ -420,10 +481,12 @@ class _Reader:
             lines=self.lines,
             spans=sum(len(trace.spans) for trace in traces),
             problems=self.problems,
+            from_jaeger=tuple(dict.fromkeys(self.from_jaeger)),
         )
 
     def take(self, name: str, found: FoundTraces, query: TraceQuery) -> None:
         """What a Jaeger gave; a trace counts as a line."""
+        self.from_jaeger.append(name)
         self.lines += len(found.traces)
         self.usable += len(found.traces)
         self.problems.bad_spans += found.bad_spans
@@ -444,10 +507,13 @@ class _Reader:
                     self.hint = self.hint or what
                     self._bad(name, 1, what)
                     return
-            lines: _Lines = stream
-            if head.startswith(_GZIP):
-                lines = gzip.GzipFile(fileobj=stream)
+            gunzipped = _Gunzipped(stream) if head.startswith(_GZIP) else None
+            lines = stream if gunzipped is None else io.BufferedReader(gunzipped)
             self._read_lines(name, lines, lambda: self._tell(file))
+            if gunzipped is not None and gunzipped.damage is not None:
+                if name not in self.problems.cut_files:
+                    self.problems.cut_files.append(name)
+                self.hint = self.hint or f"the gzip stream is damaged: {gunzipped.damage}"
         finally:
             stream.detach()  # the caller closes its file
 
@@ -471,12 +537,7 @@ class _Reader:
             number += 1
             if number % _TELL_EVERY == 0:
                 tell()
-            try:
-                line = stream.readline(MAX_LINE_BYTES)
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                self.problems.cut_files.append(name)
-                self.hint = self.hint or f"the gzip stream is damaged: {error}"
-                return
+            line = stream.readline(MAX_LINE_BYTES)
             if not line:
                 return
             if number == 1:
@@ -505,6 +566,9 @@ class _Reader:
         try:
             msgspec.json.decode(text)
         except (msgspec.DecodeError, RecursionError):
+            is_one = len(held) == 1 or not _is_json(held[1][1])
+            if is_one and self._take_mended(name, text):
+                return
             for at, line in chain(held, lines):
                 self._read_line(name, at, line)
         else:
@@ -521,7 +585,8 @@ class _Reader:
             try:
                 foreign = decode_foreign(msgspec.json.decode(line))
             except msgspec.DecodeError as error:
-                self._bad_json(name, number, line, str(error))
+                if not self._take_mended(name, line):
+                    self._bad_json(name, number, line, str(error))
                 return
             except RecursionError:
                 self._bad(name, number, "not OTLP: nested too deeply")
@@ -533,13 +598,40 @@ class _Reader:
                     self.hint = self.hint or other.hint
                     self._bad(name, number, str(other))
                 return
-            spans = foreign.spans
-            self.problems.bad_spans += foreign.bad_spans
-            if foreign.bad_spans and not spans:
-                self._bad(name, number, "no span has usable ids and times")
-                return
+            self._take_foreign(name, number, foreign)
+            return
         self.usable += 1
         self.spans += (_rooted(span) for span in spans)
+
+    def _take_foreign(self, name: str, number: int, foreign: ForeignSpans) -> None:
+        spans = foreign.spans
+        self.problems.bad_spans += foreign.bad_spans
+        self.problems.warnings += foreign.warnings
+        if foreign.errors:
+            why = "; ".join(foreign.errors)
+            self._bad(name, number, f"Jaeger could not answer whole: {why}")
+            if not spans:
+                return
+        if foreign.bad_spans and not spans:
+            self._bad(name, number, "no span has usable ids and times")
+            return
+        if foreign.from_jaeger:
+            self.from_jaeger.append(name)
+        self.usable += 1
+        self.spans += (_rooted(span) for span in spans)
+
+    def _take_mended(self, name: str, line: bytes) -> bool:
+        """The whole spans of a Jaeger's document whose end is missing, if there are some."""
+        text = mended(line)
+        try:
+            foreign = decode_foreign(msgspec.json.decode(text or b""))
+        except (msgspec.DecodeError, RecursionError, NotTraces):
+            return False
+        if not foreign.spans:
+            return False
+        self.problems.cut_files.append(name)
+        self._take_foreign(name, 1, foreign)
+        return True
 
     def _bad_json(self, name: str, number: int, line: bytes, reason: str) -> None:
         if not line.endswith(b"\n") and b"truncated" in reason.encode():
@@ -578,3 +670,11 @@ def _opens_document(line: bytes) -> bool:
     except RecursionError:
         return False
     return False
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True

@@ -1,8 +1,8 @@
-"""OTLP JSON objects as other writers put them, brought to the form that `json_lines` reads.
+"""Trace documents as other writers put them, brought to the form that `json_lines` reads.
 
-Accepts base64 and upper-case ids, short ids, enum names, snake_case keys, the old
-`instrumentationLibrarySpans`, an envelope around the object, unknown fields and missing ones. A
-span that stays unusable costs itself only.
+Of OTLP it accepts base64 and upper-case ids, short ids, enum names, snake_case keys, the old
+`instrumentationLibrarySpans`, an envelope around the object, unknown fields and missing ones;
+Jaeger's own form is `pdtrace.otlp.jaeger_json`'s. A span that stays unusable costs itself only.
 """
 
 from __future__ import annotations
@@ -10,24 +10,25 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
 
 from pdtrace.otlp import json_lines
+from pdtrace.otlp.jaeger_json import WARNINGS, jaeger_spans, put_back
 from pdtrace.spans import Span, SpanKind, StatusCode
 
 _SNAKE = re.compile(r"_([a-z])")
 _HEX = re.compile(r"[0-9a-fA-F]+")
 _FORMATS = (
-    ("data", "looks like a Jaeger export"),
-    ("processes", "looks like a Jaeger trace"),
     ("batches", "looks like a Tempo trace"),
     ("traceEvents", "looks like Chrome trace events"),
     ("results", "looks like a Grafana panel's data"),
 )
+_READABLE = "only OTLP JSON and Jaeger's can be read"
 
 
 class NotTraces(ValueError):  # noqa: N818 - it may be a regular file of another signal
@@ -43,17 +44,34 @@ class NotTraces(ValueError):  # noqa: N818 - it may be a regular file of another
 
 @dataclass(frozen=True, slots=True)
 class ForeignSpans:
-    """Spans of one object, and how many were left out."""
+    """Spans of one object, and how many were left out.
+
+    from_jaeger  whether it is a Jaeger's answer, in its own form or in API v3's
+    warnings     what a Jaeger says of spans and traces, with how often
+    errors       what it says of the query that gave them
+    """
 
     spans: list[Span]
     bad_spans: int
+    from_jaeger: bool = False
+    warnings: Counter[str] = field(default_factory=Counter[str])
+    errors: Sequence[str] = ()
 
 
 def decode_foreign(document: object) -> ForeignSpans:
-    """The spans of one decoded JSON value. Raises NotTraces if it is no OTLP trace object."""
+    """The spans of one decoded JSON value. Raises NotTraces if it is neither OTLP nor Jaeger's."""
+    if (jaeger := jaeger_spans(document)) is not None:
+        return ForeignSpans(
+            jaeger.spans,
+            jaeger.bad_spans,
+            from_jaeger=True,
+            warnings=jaeger.warnings,
+            errors=jaeger.errors,
+        )
     if not isinstance(document, dict):
         raise _not_traces(document)
     envelope = _camel_keys(cast("dict[str, Any]", document))
+    from_jaeger = "result" in envelope
     if isinstance(inner := envelope.get("result", envelope.get("trace")), dict):
         envelope = _camel_keys(cast("dict[str, Any]", inner))
     resource_spans = envelope.get("resourceSpans")
@@ -68,7 +86,12 @@ def decode_foreign(document: object) -> ForeignSpans:
             bad += 1
         else:
             spans += decoded
-    return ForeignSpans(spans, bad)
+    warnings: Counter[str] = Counter()
+    for number, span in enumerate(spans):
+        told = span.attributes.get(WARNINGS)
+        if isinstance(told, list | tuple):
+            spans[number] = put_back(span, [str(one) for one in told], warnings)
+    return ForeignSpans(spans, bad, from_jaeger=from_jaeger, warnings=warnings)
 
 
 def _not_traces(value: object) -> NotTraces:
@@ -78,11 +101,14 @@ def _not_traces(value: object) -> NotTraces:
             return NotTraces("metrics or logs", other_signal=True)
         for key, what in _FORMATS:
             if key in keys:
-                hint = f"{what}; only OTLP JSON lines can be read"
+                hint = f"{what}; {_READABLE}"
                 return NotTraces(hint, hint=hint)
+        if "data" in keys:
+            hint = f"holds data, but no list of a Jaeger's traces; {_READABLE}"
+            return NotTraces(hint, hint=hint)
         return NotTraces("not OTLP: no resourceSpans")
     if isinstance(value, list) and value:
-        hint = "is a JSON list (Zipkin? Chrome events?); only OTLP JSON lines can be read"
+        hint = f"is a JSON list (Zipkin? Chrome events?); {_READABLE}"
         return NotTraces(hint, hint=hint)
     return NotTraces(f"not OTLP: {type(value).__name__} instead of an object")
 
