@@ -4,8 +4,9 @@ Owns options, selection, exit codes and where output goes; what is shown is
 `pdtrace.terminal.render`'s and `pdtrace.terminal.documents`'. No error reaches a user as a
 traceback.
 
-Exit codes: 0 done; 1 `check` found violations; 2 bad input or usage; 70 a fault of pdtrace itself
-(`PDTRACE_DEBUG=1` shows the traceback); 130 interrupted, but for `pdtrace top`, which ends so: 0.
+Exit codes: 0 done; 1 `check` found violations, or `slo` an objective that is not met; 2 bad input
+or usage; 70 a fault of pdtrace itself (`PDTRACE_DEBUG=1` shows the traceback); 130 interrupted, but
+for `pdtrace top`, which ends so: 0.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.text import Text
 
 import pdtrace
+from pdtrace.analysis.goodput import MAX_WORST, Choice, GapForm, measure, model_of
 from pdtrace.analysis.jaeger import is_jaeger
+from pdtrace.analysis.objectives import Aim, aims_of
+from pdtrace.analysis.sampling import sampling_warnings
 from pdtrace.analysis.skew import MAX_SKEW_NS
 from pdtrace.analysis.sources import (
     default_source,
@@ -52,6 +57,7 @@ from pdtrace.live.run_looks import open_looks, run_of_agent
 from pdtrace.native import hot_path
 from pdtrace.patience import Patience
 from pdtrace.shipped import Shipped, write
+from pdtrace.slo import DEFAULT_SLO, Slo, read_slo, with_target
 from pdtrace.stages import STAGE_BY_NAME
 from pdtrace.terminal.documents import stages_document, why_document
 from pdtrace.terminal.following import DEFAULT_INTERVAL_S, follow
@@ -65,11 +71,15 @@ from pdtrace.terminal.render import (
 )
 from pdtrace.terminal.selection import (
     Selection,
+    SelectionError,
     SeveralRequestsError,
+    count_in_flight,
+    finished_requests,
     select_in_flight,
     select_request,
     select_slowest,
 )
+from pdtrace.terminal.slo_view import slo_view
 from pdtrace.terminal.top import DEFAULT_LIMIT, top_document, top_view
 from pdtrace.terminal.trimmed import trimmed
 from pdtrace.terminal.whole_words import WholeWords
@@ -93,8 +103,8 @@ app = typer.Typer(
     rich_markup_mode=None,  # whose tables cut words to fit a narrow terminal
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Shows in which stage a slow prefill/decode request stalled, why, and who was in its way.",
-    epilog="Exit codes: 0 done, 1 `check` found violations, 2 bad input or usage, 70 a fault of "
-    "pdtrace itself, 130 interrupted.",
+    epilog="Exit codes: 0 done, 1 `check` found violations or `slo` an objective that is not met, "
+    "2 bad input or usage, 70 a fault of pdtrace itself, 130 interrupted.",
 )
 
 FromOption = Annotated[
@@ -102,9 +112,10 @@ FromOption = Annotated[
     typer.Option(
         "--from",
         metavar="SOURCE",
-        help="Run directory, file or folder of OTLP JSON lines (plain or gzip), - for standard "
-        "input, the address of a Jaeger, or of an agent on this host; give it again to join the "
-        "recordings of several hosts. Default: $PDTRACE_RUN, else ./run.",
+        help="Run directory, file or folder of OTLP JSON lines or of what a Jaeger answered or its "
+        "page saved (plain or gzip), - for standard input, the address of a Jaeger, or of an agent "
+        "on this host; give it again to join the recordings of several hosts. Default: "
+        "$PDTRACE_RUN, else ./run.",
         show_default=False,
     ),
 ]
@@ -504,6 +515,169 @@ def check(
         console, ascii_only = _console()
         console.print(check_view(report, width=console.width, ascii_only=ascii_only))
     return 0 if report.ok else EXIT_VIOLATIONS
+
+
+@app.command(
+    cls=WholeWords,
+    epilog="Examples: pdtrace slo · pdtrace slo --ttft 0.8 --target ttft=95% --since 10m · "
+    "pdtrace slo --gap-form requests --from http://127.0.0.1:16686. Exit code 0 if every objective "
+    "is met, 1 if one is not, or it cannot be told.",
+)
+@_guarded
+def slo(
+    source: FromOption = None,
+    ttft: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help=f"Limit of the time to a stream's first token, seconds ({DEFAULT_SLO.ttft_s:g}).",
+            show_default=False,
+        ),
+    ] = None,
+    token_gap: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="Limit of the time between two writes of content to a stream "
+            f"({DEFAULT_SLO.token_gap_s:g}).",
+            show_default=False,
+        ),
+    ] = None,
+    e2e: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="Limit of the whole length of a completed request (none).",
+            show_default=False,
+        ),
+    ] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]SHARE",
+            help="Share that has to keep an objective (ttft, token_gap, errors, e2e), such as "
+            "ttft=0.95 or 99%; without a name, of all but errors.",
+            show_default=False,
+        ),
+    ] = None,
+    gap_form: Annotated[
+        GapForm,
+        typer.Option(
+            help="What token_gap promises: a percentile of all gaps together, or every gap in a "
+            "share of the streams."
+        ),
+    ] = GapForm.POOLED,
+    only: Annotated[
+        list[Aim] | None,
+        typer.Option(
+            help="Judge this objective alone; give it again for more.", show_default=False
+        ),
+    ] = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option(
+            "--slo",
+            metavar="FILE",
+            help="Limits and targets in TOML, the file that boards and rules are built with; "
+            "options come before it.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Only requests for this model.", show_default=False),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Only requests begun since then; how long ago (15m, 2h, 1d) or a time "
+            "(2026-11-30T12:00:00Z). Default: all, of a Jaeger 1h.",
+            show_default=False,
+        ),
+    ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Only requests begun until then.", show_default=False),
+    ] = None,
+    all_kept: Annotated[
+        bool,
+        typer.Option(
+            "--all-kept", help="Of a Jaeger: it keeps every trace, so its shares are those of all."
+        ),
+    ] = False,
+    worst: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Requests named of each objective, the worst."),
+    ] = MAX_WORST,
+    limit: LimitOption = DEFAULT_TRACES,
+    timeout: TimeoutOption = DEFAULT_ANSWER_S,
+    max_skew: MaxSkewOption = MAX_SKEW_S,
+    as_json: JsonOption = False,
+) -> int:
+    """Say how many requests kept the limits, which stages made the others miss, and goodput."""
+    limits = _limits(settings, ttft=ttft, token_gap=token_gap, e2e=e2e, targets=target or ())
+    if only and (unlimited := set(only) - set(aims_of(limits))):
+        raise UsageError(f"{min(unlimited)} has no limit: give --{min(unlimited)} S")
+    query = _query(since, until, limit, timeout)
+    choice = Choice(model=model, since_ns=query.since_ns, until_ns=query.until_ns)
+    sources = [_source(one) for one in source or [default_source()]]
+    progress = Patience(sys.stderr)
+    try:
+        recording, timelines = finished_requests(
+            sources, max_skew_ns=round(max_skew * 1e9), progress=progress, query=query
+        )
+        report = measure(
+            timelines,
+            limits,
+            source=recording.source,
+            aims=only,
+            gap_form=gap_form,
+            choice=choice,
+            in_flight=count_in_flight(sources),
+            warnings=(
+                *sampling_warnings(recording, all_kept=all_kept),
+                *(line for run in run_directories(sources) for line in read_health(run).unseen),
+            ),
+            notes=recording.problems.sentences(),
+            worst=worst,
+        )
+    finally:
+        progress.clear()
+    if not report.total.requests:
+        wanted = f" for model {model!r}" if model is not None else ""
+        wanted += " begun in that time" if since or until else ""
+        if model is not None:
+            wanted += f"; there are {', '.join(sorted({model_of(t) for t in timelines}))}"
+        raise SelectionError(f"{recording.source}: holds no finished request{wanted}")
+    if as_json:
+        _print_json(report.document())
+    else:
+        console, ascii_only = _console()
+        console.print(slo_view(report, width=console.width, ascii_only=ascii_only))
+    return 0 if report.total.ok else EXIT_VIOLATIONS
+
+
+def _limits(
+    settings: Path | None,
+    *,
+    ttft: float | None,
+    token_gap: float | None,
+    e2e: float | None,
+    targets: Sequence[str],
+) -> Slo:
+    """Raises SloError, UsageError."""
+    base = DEFAULT_SLO if settings is None else read_slo(settings)
+    given = {"ttft_s": ttft, "token_gap_s": token_gap, "e2e_s": e2e}
+    try:
+        changed = msgspec.structs.replace(
+            base, **{name: value for name, value in given.items() if value is not None}
+        )
+        for text in targets:
+            changed = with_target(changed, text)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return changed
 
 
 @app.command(cls=WholeWords)

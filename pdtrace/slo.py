@@ -28,6 +28,9 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     token_gap_s          time between two writes of content
     token_gap_objective  share of gaps, pooled over requests, that keep it
     error_objective      share of admitted requests that nobody cancelled and that are completed
+    e2e_s                first request byte to last byte of the answer; None: nothing is promised.
+                         `pdtrace slo` alone judges it
+    e2e_objective        share of completed requests that keep it
     oldest_s             age at which a request in flight is too old for its stage
     oldest_generate_s    the same where the answer is generated: its length is the caller's choice
     """
@@ -37,15 +40,18 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     token_gap_s: float = 0.2
     token_gap_objective: float = 0.99
     error_objective: float = 0.999
+    e2e_s: float | None = None
+    e2e_objective: float = 0.99
     oldest_s: float = 30.0
     oldest_generate_s: float = 300.0
 
     def __post_init__(self) -> None:
-        for name in ("ttft_s", "token_gap_s", "oldest_s", "oldest_generate_s"):
+        limits = ["ttft_s", "token_gap_s", "oldest_s", "oldest_generate_s"]
+        for name in limits if self.e2e_s is None else [*limits, "e2e_s"]:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value!r}; it must be a number of seconds above 0")
-        for name in ("ttft_objective", "token_gap_objective", "error_objective"):
+        for name in ("ttft_objective", "token_gap_objective", "error_objective", "e2e_objective"):
             value = getattr(self, name)
             if not 0 < value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a share between 0 and 1")
@@ -57,6 +63,29 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 DEFAULT_SLO = Slo()
+_TARGETS = {
+    "ttft": "ttft_objective",
+    "token_gap": "token_gap_objective",
+    "errors": "error_objective",
+    "e2e": "e2e_objective",
+}
+
+
+def with_target(slo: Slo, text: str) -> Slo:
+    """The same limits with another target: `ttft=0.95`, `errors=99.9%`; `0.95` is that of all but
+    `errors`. Raises ValueError."""
+    name, _, share = text.rpartition("=")
+    name = name.strip()
+    if name and name not in _TARGETS:
+        raise ValueError(f"{name!r} is no objective; there are {', '.join(_TARGETS)}")
+    number = share.strip()
+    try:
+        # 99.9 / 100 is not quite 0.999: the text is what was meant.
+        value = float(f"{number[:-1].strip()}e-2" if number.endswith("%") else number)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no target; give NAME=SHARE, such as ttft=0.95") from error
+    names = [name] if name else [one for one in _TARGETS if one != "errors"]
+    return msgspec.structs.replace(slo, **{_TARGETS[one]: value for one in names})
 
 
 def read_slo(path: Path) -> Slo:

@@ -116,6 +116,15 @@ class RunHealth:
             process.ended is WriterEnd.LOST or process.lost for process in self.processes
         )
 
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """A sentence on requests that ended and that the traces lack; none where they lack none."""
+        missing = self.losses.evicted + self.losses.lines_lost
+        if not missing:
+            return ()
+        were = "request was" if missing == 1 else "requests were"
+        return (f"{self.run}: {missing} {were} given up or could not be written: no trace.",)
+
 
 def read_health(run: Path) -> RunHealth:
     """What is known of a run directory. Never raises; what cannot be read is said."""

@@ -123,14 +123,14 @@ def why_view(
     if verdict.peers:
         blocks.append(Text(_basis(verdict), style="dim"))
     blocks += [Text(line, style="dim") for line in shared_time(timeline)]
-    blocks += _section("Attempts", attempt_lines(timeline))
-    blocks += _section("Waits", wait_lines(timeline))
-    blocks += _section("Gaps between tokens", gap_lines(timeline))
-    blocks += _section("Steps", step_lines(timeline))
-    blocks += _section("Reported as stuck", stuck_lines(timeline))
-    blocks += _section("Violations", limited(violations, MAX_VIOLATIONS), style="red")
+    blocks += section("Attempts", attempt_lines(timeline))
+    blocks += section("Waits", wait_lines(timeline))
+    blocks += section("Gaps between tokens", gap_lines(timeline))
+    blocks += section("Steps", step_lines(timeline))
+    blocks += section("Reported as stuck", stuck_lines(timeline))
+    blocks += section("Violations", limited(violations, MAX_VIOLATIONS), style="red")
     doubts = [*verdict.notes, *timeline.unknowns, *notes]
-    blocks += _section("What this does not know", doubts)
+    blocks += section("What this does not know", doubts)
     return Constrain(translated(blocks, ascii_only=ascii_only), width)
 
 
@@ -378,7 +378,8 @@ def _percent(share: float) -> str:
     return f"{share * 100:.1f} %"
 
 
-def _section(title: str, lines: Sequence[str], *, style: str = "") -> list[RenderableType]:
+def section(title: str, lines: Sequence[str], *, style: str = "") -> list[RenderableType]:
+    """A headline with indented lines below it; nothing where there are none."""
     if not lines:
         return []
     return [
@@ -415,8 +416,8 @@ def check_view(
         Text(clean(report.sentence), style="green" if report.ok else "bold red"),
         Text(),
         table,
-        *_section("Examples", examples),
-        *_section("Recording", [*report.facts, *report.notes]),
+        *section("Examples", examples),
+        *section("Recording", [*report.facts, *report.notes]),
     ]
     return translated(blocks, ascii_only=ascii_only)
 

@@ -97,6 +97,34 @@ def select_slowest(
 
     max_skew_ns  as for `build_timeline`
     """
+    recording, peers = finished_requests(
+        sources, max_skew_ns=max_skew_ns, progress=progress, query=query
+    )
+    chosen = sorted(peers, key=lambda t: (-t.total_ns, t.request_id or "", t.trace_id))[:count]
+    health = [read_health(run) for run in run_directories(sources)]
+    return Selection(
+        recording=recording,
+        chosen=chosen,
+        peers=peers,
+        standing=_vanished(health, chosen),
+        last_signs=_last_signs(health),
+        notes=_loss_notes(health, chosen),
+    )
+
+
+def finished_requests(
+    sources: Sequence[str | Path],
+    *,
+    max_skew_ns: int = MAX_SKEW_NS,
+    progress: Progress = no_progress,
+    query: TraceQuery = NO_QUERY,
+) -> tuple[Recording, list[Timeline]]:
+    """All finished requests of the sources; of runs without traces, what their rings still hold.
+
+    max_skew_ns  as for `build_timeline`
+
+    Raises SourceError or SelectionError if there are none.
+    """
     runs = run_directories(sources)
     recording, trouble = _recording(sources, progress, query)
     peers = build_timelines(recording.traces, max_skew_ns=max_skew_ns)
@@ -107,16 +135,19 @@ def select_slowest(
             raise rings.unreadable(recording.source) or trouble
     if not peers:
         raise SelectionError(f"{recording.source}: holds no request")
-    chosen = sorted(peers, key=lambda t: (-t.total_ns, t.request_id or "", t.trace_id))[:count]
-    health = [read_health(run) for run in runs]
-    return Selection(
-        recording=recording,
-        chosen=chosen,
-        peers=peers,
-        standing=_vanished(health, chosen),
-        last_signs=_last_signs(health),
-        notes=_loss_notes(health, chosen),
-    )
+    return recording, peers
+
+
+def count_in_flight(sources: Sequence[str | Path]) -> int:
+    """Requests that were not answered yet, by the rings of runs that processes still write to."""
+    runs = [run for run in run_directories(sources) if is_live(run)]
+    if not runs:
+        return 0
+    looks = RingLooks(*runs)
+    try:
+        return sum(request.ended is None for request in looks.look().requests)
+    finally:
+        looks.close()
 
 
 def select_request(

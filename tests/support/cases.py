@@ -38,6 +38,15 @@ CASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "KV leak": ("LEAK-03", "LEAK-05"),
         "transfer stall": ("XFER-01", "XFER-02", "XFER-04", "XFER-07", "XFER-08", "XFER-11"),
         "scheduling starvation": ("SCH-01", "SCH-02", "SCH-04", "SCH-07"),
+        "trace file parsing": (
+            "PAR-01",
+            "PAR-02",
+            "PAR-03",
+            "PAR-17",
+            "PAR-20",
+            "PAR-22",
+            "PAR-33",
+        ),
         "packaging": ("PKG-01",),
     }
 )
