@@ -570,7 +570,10 @@ def slo(
     only: Annotated[
         list[Aim] | None,
         typer.Option(
-            help="Judge this objective alone; give it again for more.", show_default=False
+            metavar="NAME",
+            help="Judge this objective alone (ttft, token_gap, errors, e2e); give it again for "
+            "more.",
+            show_default=False,
         ),
     ] = None,
     settings: Annotated[

@@ -169,6 +169,11 @@ CONTENT_GAPS = _int(
 LONGEST_GAP_SECONDS = _float(
     "pd.content.longest_gap", "The longest of them, seconds; absent without one.", on_root=True
 )
+GAP_COUNTS = _str(
+    "pd.content.gap_counts",
+    "How many of them by length, such as `0.15-0.2:12 0.3-0.5:1` (seconds).",
+    on_root=True,
+)
 
 
 def all_attrs() -> tuple[Attr, ...]:

@@ -203,6 +203,7 @@ MARKS: Mapping[Mark, MarkSpec] = MappingProxyType(
                 a.CACHED_TOKENS,
                 a.CONTENT_GAPS,
                 a.LONGEST_GAP_SECONDS,
+                a.GAP_COUNTS,
             ),
         ),
         Mark.RESERVE_RECEIVED: MarkSpec(_DECODE, "The request reached the decode worker's inbox."),

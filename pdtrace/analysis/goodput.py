@@ -217,7 +217,7 @@ class SloReport:
             "since_unix_ns": self.choice.since_ns,
             "until_unix_ns": self.choice.until_ns,
             "token_gap_form": self.gap_form.value,
-            "good": self.goods,
+            "good_means": self.goods,
             **_goodput_document(self.total),
             "models": {name: _goodput_document(one) for name, one in self.models.items()},
             "outcomes": dict(self.outcomes),

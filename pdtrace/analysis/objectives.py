@@ -3,9 +3,10 @@
 Owns which requests an objective counts, and what is known of gaps between tokens; shares over many
 requests are `pdtrace.analysis.goodput`'s.
 
-No span stands for a token. The gateway records how many gaps a stream had and the longest of them.
-Where it did not (other engines, older recordings) the decode worker's view bounds it: gaps above
-its threshold are spans, and all others together take no longer than the rest of generation.
+No span stands for a token. The gateway records how many gaps a stream had, the longest of them, and
+how many by length (`pdtrace.gaps`). Where it did not (other engines, older recordings) the decode
+worker's view bounds it: gaps above its threshold are spans, and all others together take no longer
+than the rest of generation.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from pdtrace import semconv as a
-from pdtrace.analysis.attributes import integer
+from pdtrace.analysis.attributes import integer, text
 from pdtrace.analysis.facts import nanoseconds
 from pdtrace.analysis.timeline import Timeline
+from pdtrace.gaps import GapCount, read_gap_counts
 from pdtrace.slo import Slo
 from pdtrace.stages import Outcome
 
@@ -53,6 +55,7 @@ class Gaps:
     most_ns   and at most this long; None: without a bound
     within_ns time in which all of them lie
     exact     whether the gateway measured them; else they are seen from the decode worker
+    counts    all of them by length, where the gateway recorded that
     """
 
     count: int | None
@@ -60,6 +63,7 @@ class Gaps:
     most_ns: int | None
     within_ns: int
     exact: bool
+    counts: tuple[GapCount, ...] = ()
 
     def held(self, limit_ns: int) -> Held:
         """Whether every gap is at most the limit."""
@@ -76,6 +80,12 @@ class Gaps:
         if not self.count or held is Held.KEPT:
             return 0, 0
         least = 1 if held is Held.MISSED else 0
+        if self.counts:
+            # An edge for a whole number of seconds stands a microsecond above it.
+            edge_ns = limit_ns + 1_000
+            over = sum(one.count for one in self.counts if one.over_ns >= limit_ns)
+            most = sum(o.count for o in self.counts if o.upto_ns is None or o.upto_ns > edge_ns)
+            return max(least, over), max(least, most)
         # They follow each other: the others above the limit fit into what the longest leaves.
         others = max(0, self.within_ns - self.least_ns) // (limit_ns + 1)
         return least, max(least, min(self.count, least + others))
@@ -184,8 +194,24 @@ def gaps_of(timeline: Timeline) -> Gaps | None:
         return None
     if count is not None and longest is not None:
         within = max(longest, timeline.total_ns - (timeline.ttft_ns or 0))
-        return Gaps(count=count, least_ns=longest, most_ns=longest, within_ns=within, exact=True)
+        return Gaps(
+            count=count,
+            least_ns=longest,
+            most_ns=longest,
+            within_ns=within,
+            exact=True,
+            counts=_gap_counts(timeline, count),
+        )
     return _gaps_seen_by_worker(timeline)
+
+
+def _gap_counts(timeline: Timeline, count: int) -> tuple[GapCount, ...]:
+    """Nothing where they were not recorded, or not whole."""
+    try:
+        counts = read_gap_counts(text(timeline.attributes, a.GAP_COUNTS) or "")
+    except ValueError:
+        return ()
+    return counts if sum(one.count for one in counts) == count else ()
 
 
 def _gaps_seen_by_worker(timeline: Timeline) -> Gaps | None:

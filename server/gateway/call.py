@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from starlette.types import Send
 
+from pdtrace.gaps import GapTally
 from pdtrace.recorder import Recorder, RequestContext, RequestTrace
 from pdtrace.stages import Mark
 from server.gateway.attempts import Attempt, Event
 from server.gateway.mailbox import Mailbox
-from server.gateway.metrics import GatewayMetrics
+from server.gateway.metrics import BUCKETS_S, GatewayMetrics
 from server.gateway.now import NS_PER_S
 from server.gateway.openai_api import Operation
 from server.gateway.relay import OutputStream
@@ -34,6 +35,7 @@ class Call:
     is_over       there will be no further attempt
     retried       why the attempt before this one ended; None in the first
     queue_left_s  how long it may still wait for a place and for workers, all attempts together
+    gaps          between the writes of content
     told_pause    stage, and end of the pause of this process that its trace was told of last
     stages        seconds in the gateway's own stages, for the log line and the metrics
     """
@@ -61,8 +63,7 @@ class Call:
     told_pause: tuple[str, int] | None = None
     first_write_ns: int | None = None
     last_write_ns: int | None = None
-    num_gaps: int = 0
-    longest_gap_ns: int = 0
+    gaps: GapTally = field(default_factory=lambda: GapTally(BUCKETS_S))
 
     @property
     def admission_key(self) -> str:
@@ -96,8 +97,7 @@ class Call:
             )
         elif self.last_write_ns is not None:
             gap_ns = at_ns - self.last_write_ns
-            self.num_gaps += 1
-            self.longest_gap_ns = max(self.longest_gap_ns, gap_ns)
+            self.gaps.add(gap_ns)
             metrics.gap(self.operation, gap_ns / NS_PER_S)
         self.last_write_ns = at_ns
 

@@ -54,8 +54,9 @@ def end_request(
         None if output is None else output.num_tokens,
         None if output is None else output.finish_reason,
         None if output is None else output.cached_tokens,
-        None if call.first_write_ns is None else call.num_gaps,
-        call.longest_gap_ns / NS_PER_S if call.num_gaps else None,
+        None if call.first_write_ns is None else call.gaps.count,
+        call.gaps.longest_ns / NS_PER_S if call.gaps.count else None,
+        call.gaps.text(),
         at_ns=at_ns,
     )
     _count_attempt(call, outcome, metrics)

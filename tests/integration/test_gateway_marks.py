@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pdtrace.gaps import read_gap_counts
 from pdtrace.ring.records import MarkRecord
 from pdtrace.stages import Mark, WaitReason
 from tests.support.gateway_doubles import (
@@ -51,10 +52,13 @@ async def test_gaps_between_writes_are_counted_and_the_longest_is_told(tmp_path:
         await g.complete(stream=False, max_tokens=9)
         streamed, whole = g.marks(Mark.COMPLETED)
         metrics = (await g.client.get("/metrics")).text
-    gaps, longest_s = streamed[7:]
+    gaps, longest_s, counts = streamed[7:]
     assert isinstance(longest_s, float)
     assert longest_s > 0.15
-    assert whole[7:] == (0, None)
+    assert whole[7:] == (0, None, None)
+    found = read_gap_counts(counts)
+    assert sum(one.count for one in found) == gaps
+    assert found[-1].over_ns < longest_s * 1e9 <= (found[-1].upto_ns or 2**63)
     measured = [line for line in metrics.splitlines() if "pd_inter_token_gap_seconds_count" in line]
     assert sum(float(line.split()[-1]) for line in measured) == gaps
 

@@ -20,7 +20,7 @@ from pdtrace.analysis.attributes import text
 from pdtrace.analysis.jaeger import read_jaeger
 from pdtrace.analysis.placement import is_root
 from pdtrace.analysis.sources import read_source
-from pdtrace.analysis.time_range import TraceQuery
+from pdtrace.analysis.time_range import TraceQuery, instant_text
 from pdtrace.otlp.jaeger_json import decode_jaeger
 from pdtrace.slo import DEFAULT_SLO
 from pdtrace.spans import Span
@@ -29,6 +29,7 @@ from server.injection.fault import Corrupt, Damage
 from tests.integration.conftest import FAST_FAKE
 from tests.support.injection import clear, inject
 from tests.support.jaeger_critical_path import critical_path
+from tests.support.jaeger_doubles import one_api
 from tests.support.notable import is_notable
 from tests.support.real_stack import (
     RealStack,
@@ -252,6 +253,67 @@ def test_pdtrace_reads_jaeger(traffic: Traffic) -> None:
     here, there = (parts_of("everywhere", source) for source in (traffic.server.run_dir, url))
     assert here == there
     assert {span.resource.service_name for span in ours} == SERVICES
+
+
+BEFORE_THE_FIRST_TOKEN = CHAIN[: CHAIN.index("decode.generate")]
+LIMITS = ("--ttft", f"{STALL_MS / 1000 - 0.1}", "--token-gap", "30", "--worst", "100")
+
+
+def slo_of(source: Path | str, *arguments: str) -> dict[str, Any]:
+    judged = pdtrace("slo", "--from", str(source), "--json", *LIMITS, *arguments)
+    assert judged.returncode in {0, 1}, judged.stderr
+    return json.loads(judged.stdout)
+
+
+def test_slo_of_a_recording_and_of_what_jaeger_kept_of_it(traffic: Traffic, tmp_path: Path) -> None:
+    """The recording has all requests; the Jaeger those that something was wrong with, in either
+    API and in files that were saved from it."""
+    stack, url = traffic.stack, traffic.stack.urls["jaeger"]
+    everywhere = stack.wait_for_trace("everywhere")  # decided after the others
+    until = instant_text(1_000 * (min(span["startTime"] for span in everywhere["spans"]) + 1))
+    whole = slo_of(traffic.server.run_dir, "--until", until)
+    assert (whole["requests"], whole["warnings"]) == (traffic.asked, [])
+    assert whole["gaps_seen_by_worker"] == 0  # the gateway recorded them
+    by_name = {one["name"]: one for one in whole["objectives"]}
+    assert by_name["errors"]["attainment"] == {"least": 1.0, "most": 1.0}
+    assert by_name["ttft"]["counted"] == HEALTHY + len(CHAIN)  # "everywhere" does not stream
+    assert by_name["token_gap"]["met"] is True
+    late = {one["request_id"]: one for one in whole["worst"] if one["objective"] == "ttft"}
+    for stage in BEFORE_THE_FIRST_TOKEN:
+        assert late[f"in-{stage}"]["stage"] == stage
+        assert late[f"in-{stage}"]["met_at_median"] is not None
+    assert "in-gateway.finish" not in late
+
+    kept = {}
+    for v3 in (True, False):
+        with one_api(url, v3=v3) as jaeger:
+            kept[v3] = slo_of(jaeger.url, "--until", until)
+            assert "NOT of all requests" in " ".join(kept[v3].pop("warnings"))
+            assert slo_of(jaeger.url, "--until", until, "--all-kept")["warnings"] == []
+            checked = pdtrace("check", "--from", jaeger.url, "--json")
+            assert checked.returncode == 0, checked.stdout
+            shown = parts_of("in-transfer", jaeger.url)
+            assert shown == parts_of("in-transfer", traffic.server.run_dir)
+        kept[v3].pop("source")
+    assert kept[True] == kept[False]
+    assert kept[True]["requests"] < whole["requests"]
+    # On a busy machine a request may be late though nothing kept it for Jaeger.
+    held = {f"in-{stage}" for stage in BEFORE_THE_FIRST_TOKEN}
+    assert held <= {one["request_id"] for one in kept[True]["worst"]} <= set(late)
+
+    for name, path in {
+        "older.json": f"/api/traces/{everywhere['traceID']}",
+        "v3.json": f"/api/v3/traces/{everywhere['traceID']}",
+    }.items():
+        (tmp_path / name).write_bytes(stack.client.get(f"{url}{path}").content)
+        ours = parts_of("everywhere", traffic.server.run_dir)
+        assert parts_of("everywhere", tmp_path / name) == ours
+    search = stack.client.get(f"{url}/api/traces", params={"service": "pd-gateway", "limit": 500})
+    (tmp_path / "search.json").write_bytes(search.content)
+    from_file = slo_of(tmp_path / "search.json", "--until", until)
+    assert "NOT of all requests" in " ".join(from_file.pop("warnings"))
+    del from_file["source"]
+    assert from_file == kept[True]
 
 
 def parts_of(request_id: str, source: Path | str) -> list[tuple[str, int]]:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import httpx
+
 ANSWERS = Path(__file__).parent / "jaeger_answers"
 TRACE_ID = "332f81c2494344c4d19739ccf039eb58"
 REQUEST_ID = "slow-transfer"
@@ -78,10 +80,36 @@ class JaegerDouble:
         return 404, b'{"data":null,"errors":[{"code":404,"msg":"trace not found"}]}\n'
 
 
+@dataclass(slots=True)
+class OneApi(JaegerDouble):
+    """A real Jaeger of which one API alone is to be seen. `real`: its address."""
+
+    real: str = ""
+
+    def answer(self, path: str, parameters: dict[str, str]) -> Answer:
+        self.requests.append((path, parameters))
+        is_v3 = path.startswith("/api/v3/")
+        if not (self.v3 if is_v3 else self.older):
+            return 404, b"404 page not found\n"
+        asked = httpx.get(f"{self.real}{path}", params=parameters, timeout=60.0, trust_env=False)
+        return asked.status_code, asked.content
+
+
 @contextlib.contextmanager
 def jaeger_double(**settings: Any) -> Generator[JaegerDouble]:
-    double = JaegerDouble(**settings)
+    with _serving(JaegerDouble(**settings)) as double:
+        yield double
 
+
+@contextlib.contextmanager
+def one_api(real: str, *, v3: bool) -> Generator[JaegerDouble]:
+    """The Jaeger at `real` with API v3 alone, or with the older one alone."""
+    with _serving(OneApi(real=real, v3=v3, older=not v3)) as double:
+        yield double
+
+
+@contextlib.contextmanager
+def _serving(double: JaegerDouble) -> Generator[JaegerDouble]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             parts = urlsplit(self.path)

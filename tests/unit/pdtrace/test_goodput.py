@@ -310,6 +310,20 @@ def test_streams_whose_gaps_nobody_counted_leave_a_pooled_share_open() -> None:
     assert counts(streams, Aim.TOKEN_GAP) == (2, 1, 1)
 
 
+def test_counts_by_length_make_a_pooled_share_exact() -> None:
+    counted = {**gaps(31, 0.45), a.GAP_COUNTS.key: "0.025-0.05:20 0.15-0.2:8 0.3-0.5:3"}
+    found = [timeline(Story(), counted), timeline(Story(start_s=1), SHORT_GAPS)]
+    assert counts(measure(found, SLO), Aim.TOKEN_GAP) == (62, 59, 59)
+    # Between two edges, one bucket may lie on either side.
+    assert counts(measure(found, replace(SLO, token_gap_s=0.17)), Aim.TOKEN_GAP) == (62, 51, 59)
+    assert counts(measure(found, replace(SLO, token_gap_s=0.4)), Aim.TOKEN_GAP) == (62, 59, 61)
+    # A text that was cut, or is none, is passed over.
+    for odd in ("0.025-0.05:20 0.15-0", "0.025-0.05:20", "many", "0.5-0.3:31", "-:31"):
+        broken = [timeline(Story(), {**counted, a.GAP_COUNTS.key: odd}), found[1]]
+        # One is longer for certain; 0.7 s have room for another one.
+        assert counts(measure(broken, SLO), Aim.TOKEN_GAP) == (62, 60, 61)
+
+
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=40), st.integers(1, 10**9))
 def test_bounds_hold_for_any_gaps(lengths: Sequence[int], limit: int) -> None:
     known = Gaps(

@@ -15,7 +15,7 @@ from server.cli import app as server_app
 from server.stack.cli import stack_app
 
 PAGES = [
-    *((pdtrace_app, name) for name in ("why", "top", "check", "stages", "agent")),
+    *((pdtrace_app, name) for name in ("why", "top", "check", "slo", "stages", "agent")),
     *((server_app, name) for name in ("up", "inject", "keys", "demo")),
     *((stack_app, name) for name in ("up", "down", "status")),
 ]
