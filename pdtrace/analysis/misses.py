@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from pdtrace.analysis.baselines import Yardstick, leaves
 from pdtrace.analysis.facts import longest_cause
-from pdtrace.analysis.objectives import GAP, GENERATE, PREEMPTED, Aim, Graded, limit_ns
-from pdtrace.analysis.timeline import UNEXPLAINED, Timeline
+from pdtrace.analysis.objectives import GAP, GENERATE, PREEMPTED, Aim, Gaps, Graded, limit_ns
+from pdtrace.analysis.timeline import UNEXPLAINED, StageVisit, Timeline
 from pdtrace.analysis.verdict import Verdict, judge
 from pdtrace.analysis.verdict_text import length_without
 from pdtrace.analysis.waits import describe_wait
@@ -36,6 +36,7 @@ class Miss:
     stage_ns    time of that stage; for `token_gap` its longest gap
     usual_ns    its median, for as many tokens; None without peers
     without_ns  what `value_ns` would have been at that median; None without one
+    would_meet  whether it had met this objective at that median; None: that cannot be said
     cause       what was waited for, or the reason of the end; a clause
     """
 
@@ -47,14 +48,8 @@ class Miss:
     stage_ns: int | None = None
     usual_ns: int | None = None
     without_ns: int | None = None
+    would_meet: bool | None = None
     cause: str | None = None
-
-    @property
-    def would_meet(self) -> bool | None:
-        """Whether it had met this objective at that median; None: that cannot be said."""
-        if self.without_ns is None or self.limit_ns is None:
-            return None
-        return self.without_ns <= self.limit_ns
 
     @property
     def excess(self) -> float:
@@ -95,8 +90,10 @@ class Miss:
             return ""
         if self.would_meet:
             return " At its median this request would have met the limit."
-        without = "" if self.aim is Aim.TOKEN_GAP else f": {seconds_text(self.without_ns or 0)}"
-        return f" At its median it would have missed it as well{without}."
+        if self.aim is Aim.TOKEN_GAP:
+            return " Without it, this request would have missed the limit as well."
+        without = seconds_text(self.without_ns or 0)
+        return f" At its median it would have missed it as well: {without}."
 
 
 def misses_of(graded: Graded, slo: Slo, baselines: Yardstick) -> tuple[Miss, ...]:
@@ -116,8 +113,8 @@ def misses_of(graded: Graded, slo: Slo, baselines: Yardstick) -> tuple[Miss, ...
             case Aim.E2E:
                 found.append(_too_long(timeline, limit or 0, verdict))
             case Aim.TOKEN_GAP:
-                longest = graded.gaps.least_ns if graded.gaps else 0
-                found.append(_gap(timeline, longest, limit or 0, verdict))
+                if graded.gaps is not None:
+                    found.append(_gap(timeline, graded.gaps, limit or 0, verdict))
     return tuple(found)
 
 
@@ -186,6 +183,7 @@ def _blame(found: Miss, suspects: Sequence[_Suspect], verdict: Verdict) -> Miss:
         stage_ns=guilty.ns,
         usual_ns=guilty.usual_ns,
         without_ns=without_ns,
+        would_meet=None if without_ns is None else without_ns <= (found.limit_ns or 0),
         cause=_cause(found.timeline, guilty.stage, verdict),
     )
 
@@ -198,8 +196,9 @@ def _cause(timeline: Timeline, stage: str, verdict: Verdict) -> str | None:
     return None if longest is None else describe_wait(longest)
 
 
-def _gap(timeline: Timeline, longest: int, limit: int, verdict: Verdict) -> Miss:
+def _gap(timeline: Timeline, gaps: Gaps, limit: int, verdict: Verdict) -> Miss:
     """By the pause that the worker recorded: a gap above its threshold, or a preemption."""
+    longest = gaps.least_ns
     found = Miss(aim=Aim.TOKEN_GAP, timeline=timeline, value_ns=longest, limit_ns=limit)
     pauses = [v for name in (GAP, PREEMPTED) for v in timeline.visits_of(name)]
     pause = max(pauses, key=lambda visit: visit.duration_ns, default=None)
@@ -208,11 +207,27 @@ def _gap(timeline: Timeline, longest: int, limit: int, verdict: Verdict) -> Miss
         return replace(found, stage=GENERATE if timeline.visits_of(GENERATE) else None)
     usual = next((x.usual for x in verdict.assessments if x.leaf.name == pause.name), None)
     usual_ns = None if usual is None else round(usual.ns)
+    would_meet = None
+    if usual_ns is not None:
+        would_meet = usual_ns <= limit and _were_short(gaps, pauses, pause, limit)
     return replace(
         found,
         stage=pause.name,
         stage_ns=pause.duration_ns,
         usual_ns=usual_ns,
-        without_ns=usual_ns,
+        would_meet=would_meet,
         cause=None if pause.cause is None else describe_wait(pause.cause),
     )
+
+
+def _were_short(
+    gaps: Gaps, pauses: Sequence[StageVisit], longest: StageVisit, limit: int
+) -> bool | None:
+    """Whether all gaps but those that are pauses of the longest one's kind kept the limit."""
+    if gaps.count is None:
+        return None
+    of_its_kind = sum(p.name == longest.name and p.duration_ns > limit for p in pauses)
+    least, most = gaps.longer(limit)
+    if most <= of_its_kind:
+        return True
+    return False if least > of_its_kind else None

@@ -415,10 +415,17 @@ def test_long_gap_is_blamed_on_the_pause_that_the_worker_recorded() -> None:
     waits = {"decode.gap": {a.GAP_CAUSE.key: "prefill", a.WAIT_BLOCKER.key: "big"}}
     for stage in ("decode.gap", "decode.preempted"):
         story = Story(request_id="paused", start_s=20, waits=waits).stalled(stage, 1.5)
-        found = [*peers(), timeline(story, gaps(31, 1.55))]
-        report = measure(found, SLO)
-        [miss] = report.worst
-        assert (miss.aim, miss.stage, miss.would_meet) == (Aim.TOKEN_GAP, stage, True)
+        for counted, would_meet in (
+            ("0.02-0.03:30 1.25-1.75:1", True),
+            ("0.02-0.03:28 0.2-0.3:2 1.25-1.75:1", False),
+            ("0.02-0.03:28 0.15-0.3:2 1.25-1.75:1", None),
+            (None, None),
+        ):
+            told = {**gaps(31, 1.55), a.GAP_COUNTS.key: counted}
+            [miss] = measure([*peers(), timeline(story, told)], SLO).worst
+            assert (miss.aim, miss.stage, miss.would_meet) == (Aim.TOKEN_GAP, stage, would_meet)
+        [alone] = measure([timeline(story, told)], SLO).worst
+        assert alone.would_meet is None
     # What only the gateway saw has no pause to blame, a short one least of all.
     for pause_s, longest_s in ((0.0, 1.5), (0.3, 4.0)):
         story = Story(request_id="late", start_s=20, gap_s=pause_s)
