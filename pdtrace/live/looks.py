@@ -179,9 +179,9 @@ class RingLooks:
         self.runs = [resolve_run(Path(source)) for source in sources]
         for source, run in zip(sources, self.runs, strict=True):
             if not run.is_dir():
+                what = "a file has nothing in flight" if run.is_file() else "no such directory"
                 raise LiveError(
-                    f"{source}: no such directory; give a run directory, or http://HOST:PORT of an "
-                    "agent"
+                    f"{source}: {what}; give a run directory, or http://HOST:PORT of an agent"
                 )
         self._directories = [rings_folder(run) for run in self.runs]
         for directory in self._directories:

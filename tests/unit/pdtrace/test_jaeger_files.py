@@ -550,4 +550,4 @@ def test_top_says_that_a_saved_trace_has_nothing_in_flight(tmp_path: Path) -> No
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1
     assert "Traceback" not in result.stderr
-    assert str(path) in result.stderr
+    assert f"{path}: a file has nothing in flight; give a run directory" in result.stderr
