@@ -40,6 +40,9 @@ STATES: Mapping[str, str] = MappingProxyType(
 
 GOOD, WARN, BAD, CALM = "green", "orange", "red", "blue"
 
+CALM_LINE = "#8E8E8E"
+"""What stands beside a line that has a colour of its own."""
+
 QUANTILES: Mapping[str, str] = MappingProxyType({"p50": "#5794F2", "p99": "#FF9830"})
 
 KV: Mapping[str, str] = MappingProxyType(

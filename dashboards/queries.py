@@ -37,6 +37,12 @@ def chosen(label: str, variable: str) -> str:
     return f'{label}=~"${variable}"'
 
 
+def named(expr: str, label: str, otherwise: str) -> str:
+    """The same, where series without this label are called `otherwise` by it, so that each has a
+    name in a legend."""
+    return f'label_replace({expr}, "{label}", "{otherwise}", "{label}", "")'
+
+
 def _by(by: Sequence[str]) -> str:
     return f" by ({', '.join(by)})" if by else ""
 

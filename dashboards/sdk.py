@@ -230,6 +230,8 @@ def lines(
 
     steps      thresholds, drawn as lines
     stacked    only for what adds up; `unstacked` are lines over it
+    table      latest and highest value of each series beside its name; without it names alone,
+               which is for many series in a narrow panel
     """
     panel = (
         ts.Panel()
@@ -239,7 +241,7 @@ def lines(
         .unit(unit)
         .min(0)
         .line_width(1)
-        .fill_opacity(70 if bars else 30 if stacked else 8)
+        .fill_opacity(70 if bars else 30 if stacked else 0)
         .show_points(common.VisibilityMode.AUTO)
         .span_nulls(False)
         .tooltip(
@@ -255,6 +257,8 @@ def lines(
     if stacked:
         stacking = cb.StackingConfig().mode(common.StackingMode.NORMAL).group("A")
         panel = panel.stacking(stacking)
+    if unit == SHORT:
+        panel = panel.axis_soft_max(1)  # where all is 0, the axis would end at 100
     if steps:
         style = cb.GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.DASHED)
         panel = panel.thresholds_style(style)
@@ -333,6 +337,7 @@ def bars(
         .orientation(common.VizOrientation.HORIZONTAL)
         .display_mode(common.BarGaugeDisplayMode.BASIC)
         .value_mode(common.BarGaugeValueMode.TEXT)
+        .text(cb.VizTextDisplayOptions().title_size(12).value_size(14))
         .sizing(common.BarGaugeSizing.MANUAL)
         .min_viz_height(16)
         .max_viz_height(32)
@@ -473,6 +478,7 @@ def traces_table(
         m.DynamicConfigValue(id_val="unit", value=units.Microseconds),
         m.DynamicConfigValue(id_val="custom.cellOptions", value={"type": "gauge", "mode": "basic"}),
         m.DynamicConfigValue(id_val="min", value=0),
+        _fixed("blue"),
     ]
     sort: Json = {"fields": {}, "sort": [{"field": "Duration", "desc": True}]}
     panel = (

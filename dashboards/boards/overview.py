@@ -168,6 +168,7 @@ def _users(slo: Slo) -> tuple[Panel, ...]:
             colours=colours.OUTCOMES,
             stacked=True,
             width=8,
+            table=False,
         ),
         number(
             "Errors",
@@ -249,7 +250,7 @@ def _users(slo: Slo) -> tuple[Panel, ...]:
 
 def _missed(objective: rec.Objective, window: str) -> str:
     slo = queries.equal("slo", objective.key)
-    return queries.series(rec.error_ratio(window), slo, v.BY_MODEL)
+    return pieces.by_model(queries.series(rec.error_ratio(window), slo, v.BY_MODEL), names.MODEL)
 
 
 def _budget(slo: Slo) -> tuple[Panel, ...]:

@@ -41,20 +41,32 @@ GENERATE = "decode.generate"
 _OLDEST = 8
 """Bars that can be read in a panel of the usual height."""
 
-QUANTILE_COLOURS = {name: colours.QUANTILES[name] for name in ("p50", "p99")}
-
 
 def stage_colours(stages: tuple[str, ...] = STALLING) -> dict[str, str]:
     return {stage: colours.STAGES[stage] for stage in stages}
 
 
+NO_MODEL = "no model"
+"""Legend of requests that were refused before they named one."""
+
+
+def by_model(expr: str, label: str) -> str:
+    return queries.named(expr, label, NO_MODEL)
+
+
 def p50_and_p99(
-    histogram: str, *matchers: str, exemplar: bool = False, by: tuple[str, ...] = (), of: str = ""
+    histogram: str, *matchers: str, exemplar: bool = False, model: str = ""
 ) -> tuple[Query, Query]:
-    """Both quantiles; `of` names the series where there are several."""
+    """Both quantiles; by the label `model` where it is given."""
+    by, of = ((model,), f"{{{{{model}}}}}") if model else ((), "")
+
+    def one(q: float) -> str:
+        found = queries.quantile(q, histogram, *matchers, by=by)
+        return by_model(found, model) if model else found
+
     made = [
         Query(
-            expr=queries.quantile(q, histogram, *matchers, by=by),
+            expr=one(q),
             legend=f"{name} {of}".strip(),
             exemplar=exemplar,
         )
@@ -145,7 +157,8 @@ def stalls_in_span_metrics(title: str, *, width: int = 12, height: int = 8) -> P
         "The same out of span metrics, for whoever has traces without the agent's metrics: root "
         "spans by their tag pd.stall.stage, which also finds them in Jaeger.",
         "requests that did not stall; requests that were not sampled before span metrics were "
-        "made; what is still in flight. Role and worker do not apply.",
+        "made; a stage's first one, where Prometheus looks less often than the collector writes; "
+        "what is still in flight. Role and worker do not apply.",
         SHORT,
         Query(expr=grown, legend=f"{{{{{names.SPAN_STALL_STAGE}}}}}"),
         colours=stage_colours(),
@@ -158,9 +171,8 @@ def stalls_in_span_metrics(title: str, *, width: int = 12, height: int = 8) -> P
 
 
 def kv_pages(title: str, *, width: int = 12, height: int = 8) -> Panel:
-    pages = queries.series(names.KV_PAGES, v.BY_ROLE, v.BY_WORKER)
-    states = ("instance", "state")
-    used = queries.total(pages, states)
+    pages = queries.series(names.KV_PAGES, 'state!="free"', v.BY_ROLE, v.BY_WORKER)
+    used = queries.total(pages, ("instance", "state"))
     capacity = queries.total(
         queries.series(names.KV_CAPACITY, v.BY_ROLE, v.BY_WORKER), ("instance",)
     )

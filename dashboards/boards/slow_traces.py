@@ -121,8 +121,7 @@ def _slow() -> tuple[Panel, ...]:
                 *names.ROOT,
                 queries.chosen(names.SPAN_MODEL, v.MODEL),
                 exemplar=True,
-                by=(names.SPAN_MODEL,),
-                of=f"{{{{{names.SPAN_MODEL}}}}}",
+                model=names.SPAN_MODEL,
             ),
         ),
         lines(

@@ -72,6 +72,7 @@ def _moving() -> tuple[Panel, ...]:
             ),
             links=(links.worker(links.STAGES),),
             width=8,
+            table=False,
         ),
         lines(
             "Requests by pair and outcome",
@@ -84,6 +85,7 @@ def _moving() -> tuple[Panel, ...]:
                 legend="{{prefill}} → {{decode}} {{outcome}}",
             ),
             width=8,
+            table=False,
         ),
     )
 
@@ -113,6 +115,7 @@ def _busy() -> tuple[Panel, ...]:
             ),
             links=(links.worker(links.STAGES),),
             width=8,
+            table=False,
         ),
         lines(
             "Queues by worker",
@@ -123,6 +126,7 @@ def _busy() -> tuple[Panel, ...]:
             Query(expr=queues, legend="{{instance}} {{queue}}"),
             links=(links.worker(links.STAGES),),
             width=8,
+            table=False,
         ),
         lines(
             "Tokens per second",
@@ -131,6 +135,7 @@ def _busy() -> tuple[Panel, ...]:
             TOKENS_S,
             Query(expr=queries.per_second(names.GATEWAY_TOKENS, ("type",)), legend="{{type}}"),
             width=8,
+            table=False,
         ),
         lines(
             "Forward pass by worker",
@@ -145,6 +150,7 @@ def _busy() -> tuple[Panel, ...]:
             ),
             links=(links.worker(links.STAGES),),
             width=8,
+            table=False,
         ),
         lines(
             "Batch size by worker",
@@ -157,18 +163,14 @@ def _busy() -> tuple[Panel, ...]:
             ),
             links=(links.worker(links.STAGES),),
             width=8,
+            table=False,
         ),
         lines(
             "Time per output token by model",
             "Quantiles of (last minus first write) / (tokens - 1), of streams.",
             "single gaps: see gap between tokens on PD overview. Role and worker do not apply.",
             SECONDS,
-            *pieces.p50_and_p99(
-                names.GATEWAY_TPOT,
-                v.BY_MODEL,
-                by=(names.MODEL,),
-                of=f"{{{{{names.MODEL}}}}}",
-            ),
+            *pieces.p50_and_p99(names.GATEWAY_TPOT, v.BY_MODEL, model=names.MODEL),
             width=8,
         ),
         lines(
@@ -201,6 +203,7 @@ def _full() -> tuple[Panel, ...]:
             colours=colours.KV,
             stacked=True,
             width=6,
+            table=False,
         ),
         lines(
             "KV pages held back",
@@ -213,6 +216,7 @@ def _full() -> tuple[Panel, ...]:
             ),
             links=(links.worker(links.STAGES),),
             width=6,
+            table=False,
         ),
     )
 
@@ -228,6 +232,7 @@ def _paths() -> tuple[Panel, ...]:
             BYTES_S,
             Query(expr=queries.per_second(names.COPY_BYTES, PAIR), legend=PAIR_LEGEND),
             width=8,
+            table=False,
         ),
         lines(
             "Bandwidth of a copy by pair",
@@ -240,6 +245,7 @@ def _paths() -> tuple[Panel, ...]:
                 legend=PAIR_LEGEND,
             ),
             width=8,
+            table=False,
         ),
         lines(
             "Failed hand-overs by pair",
@@ -249,9 +255,11 @@ def _paths() -> tuple[Panel, ...]:
             SHORT,
             Query(expr=queries.number(names.COPY_FAILURES, PAIR, queries.RATE), legend=PAIR_LEGEND),
             steps=((None, "transparent"), (1, colours.BAD)),
+            stacked=True,
             bars=True,
             links=(links.slow_in("transfer"),),
             width=8,
+            table=False,
         ),
         lines(
             "KV transfer by pair",
