@@ -37,6 +37,8 @@ NOT_SHOWN = "Not shown: "
 """Begins the part of every description that says what the panel leaves out."""
 EMPTY_WHILE = "Empty while "
 """Begins the sentence of a description that says when the panel has no data in health."""
+EMPTY_WHERE = "Empty where "
+"""The same, of a panel that has none at some values of its variables; at All it has."""
 
 SECONDS, PERCENT, REQUESTS_S = units.Seconds, units.PercentUnit, units.RequestsPerSecond
 BYTES, BYTES_S, SHORT, OPS_S = (

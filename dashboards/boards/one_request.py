@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards import colours, links, names, queries
 from dashboards import variables as v
 from dashboards.boards import pieces
-from dashboards.sdk import SECONDS, Board, Panel, Query, Row, lines, trace, trace_view
+from dashboards.sdk import EMPTY_WHERE, SECONDS, Board, Panel, Query, Row, lines, trace, trace_view
 from pdtrace.slo import Slo
 
 
@@ -44,7 +44,8 @@ def _meanwhile(slo: Slo) -> tuple[Panel, ...]:
         pieces.open_by_stage("Open requests by stage", width=12),
         lines(
             "Forward passes by worker",
-            "p99 of the time of a forward pass: was the worker itself slow?",
+            "p99 of the time of a forward pass: was the worker itself slow? "
+            f"{EMPTY_WHERE}no chosen worker has a model.",
             "what was in the batch: the trace's steps say so. Model and role do not apply.",
             SECONDS,
             Query(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dashboards import colours, links, names, queries
 from dashboards import variables as v
 from dashboards.sdk import (
+    EMPTY_WHERE,
     EMPTY_WHILE,
     PERCENT,
     SECONDS,
@@ -178,7 +179,8 @@ def kv_pages(title: str, *, width: int = 12, height: int = 8) -> Panel:
     )
     return lines(
         title,
-        "Share of each worker's KV pages that are not free: used, reserved or kept for prefixes.",
+        "Share of each worker's KV pages that are not free: used, reserved or kept for prefixes. "
+        f"{EMPTY_WHERE}no chosen worker has a pool.",
         "which requests hold them (`pdtrace top`), and pages held back from reuse.",
         PERCENT,
         Query(

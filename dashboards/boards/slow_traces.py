@@ -5,7 +5,18 @@ from __future__ import annotations
 from dashboards import colours, links, names, queries
 from dashboards import variables as v
 from dashboards.boards import pieces
-from dashboards.sdk import SECONDS, SHORT, Board, Panel, Query, Row, lines, search, traces_table
+from dashboards.sdk import (
+    EMPTY_WHERE,
+    SECONDS,
+    SHORT,
+    Board,
+    Panel,
+    Query,
+    Row,
+    lines,
+    search,
+    traces_table,
+)
 from pdtrace import semconv as a
 from pdtrace.slo import Slo
 from pdtrace.stages import ROOT_SPAN
@@ -74,7 +85,7 @@ def _stalled() -> tuple[Panel, ...]:
         lines(
             "Time in this stage by worker",
             "p99 of the chosen stage by worker. Points lead to traces, also where Jaeger's search "
-            "finds nothing any more.",
+            f"finds nothing any more. {EMPTY_WHERE}no chosen worker has a part in the stage.",
             "requests in flight. Model does not apply.",
             SECONDS,
             Query(

@@ -6,6 +6,7 @@ from dashboards import colours, links, names, queries
 from dashboards import variables as v
 from dashboards.boards import pieces
 from dashboards.sdk import (
+    EMPTY_WHERE,
     PERCENT,
     SECONDS,
     SHORT,
@@ -129,7 +130,8 @@ def _one_stage(stage: Stage, slo: Slo) -> Panel:
     limit_s = slo.oldest_generate_s if stage.name == pieces.GENERATE else slo.oldest_s
     return lines(
         stage.name,
-        f"{stage.meaning} {stage.advice} Quantiles; points lead to traces.",
+        f"{stage.meaning} {stage.advice} Quantiles; points lead to traces. {EMPTY_WHERE}no chosen "
+        "worker has a part in it.",
         "requests that are still in it, and what part of it other stages own (a request's first "
         "token may be on its way while it generates). Model does not apply.",
         SECONDS,
@@ -151,7 +153,7 @@ def _waits() -> tuple[Panel, ...]:
         lines(
             "Waits by worker",
             "Mean time in the stages that only wait, by the worker that ends them: is it the "
-            "queue, the transfer or the batch?",
+            f"queue, the transfer or the batch? {EMPTY_WHERE}no chosen worker ends such a stage.",
             "waits of requests in flight, and the spread behind a mean. Model does not apply.",
             SECONDS,
             Query(

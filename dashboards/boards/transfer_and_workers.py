@@ -7,6 +7,7 @@ from dashboards import variables as v
 from dashboards.boards import pieces
 from dashboards.sdk import (
     BYTES_S,
+    EMPTY_WHERE,
     PERCENT,
     REQUESTS_S,
     SECONDS,
@@ -107,7 +108,7 @@ def _busy() -> tuple[Panel, ...]:
     return (
         lines(
             "Running batch by worker",
-            "Requests in the running batch at this moment.",
+            f"Requests in the running batch at this moment. {EMPTY_WHERE}no chosen worker has one.",
             "how long a step takes with them. Model does not apply.",
             SHORT,
             Query(
@@ -120,7 +121,8 @@ def _busy() -> tuple[Panel, ...]:
         lines(
             "Queues by worker",
             "Requests that wait for a place in the batch, for pages or the other leg, or for their "
-            "KV, and copy jobs in the transfer process. They overlap, so they are not stacked.",
+            "KV, and copy jobs in the transfer process. They overlap, so they are not stacked. "
+            f"{EMPTY_WHERE}no chosen worker has one.",
             "the gateway's queue: open requests by stage has it. Model does not apply.",
             SHORT,
             Query(expr=queues, legend="{{instance}} {{queue}}"),
@@ -139,7 +141,8 @@ def _busy() -> tuple[Panel, ...]:
         ),
         lines(
             "Forward pass by worker",
-            "p99 of the time of a forward pass, of all of them.",
+            f"p99 of the time of a forward pass, of all of them. {EMPTY_WHERE}no chosen worker has "
+            "a model.",
             "which requests were in it. Model does not apply, and role only through worker.",
             SECONDS,
             Query(
@@ -154,7 +157,7 @@ def _busy() -> tuple[Panel, ...]:
         ),
         lines(
             "Batch size by worker",
-            "Mean requests per forward pass.",
+            f"Mean requests per forward pass. {EMPTY_WHERE}no chosen worker has a model.",
             "the spread behind a mean. Model does not apply, and role only through worker.",
             SHORT,
             Query(
@@ -196,7 +199,8 @@ def _full() -> tuple[Panel, ...]:
         pieces.kv_pages("KV pages by worker and state"),
         lines(
             "KV pages of all chosen workers",
-            "Pages by state. They add up to the pools, so they are stacked.",
+            f"Pages by state. They add up to the pools, so they are stacked. {EMPTY_WHERE}no "
+            "chosen worker has a pool.",
             "pages held back from reuse, which are in no state. Model does not apply.",
             SHORT,
             Query(expr=queries.total(_of_workers(names.KV_PAGES), states), legend="{{state}}"),
@@ -208,7 +212,7 @@ def _full() -> tuple[Panel, ...]:
         lines(
             "KV pages held back",
             "Pages that are not reused because a transfer may still touch them. It falls to 0 when "
-            "nothing is in flight; if not, they leak.",
+            f"nothing is in flight; if not, they leak. {EMPTY_WHERE}no chosen worker has a pool.",
             "whose they are. Model does not apply.",
             SHORT,
             Query(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import shutil
 import subprocess
+import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -20,7 +22,9 @@ _NAMES = {
     NPM: ("npm",),
     CHROMIUM: ("chromium", "chromium-browser", "google-chrome"),
 }
-_INSTALL_S, _BUILD_S = 600.0, 300.0
+_INSTALL_S, _BUILD_S = 1800.0, 600.0
+"""With an empty cache npm fetches 100 MB; a slow line and a busy machine are no failure."""
+_TELL_S = 15.0
 _TOLD = 2000
 """Characters of a failed program's output that are passed on: its end, where the cause stands."""
 
@@ -48,26 +52,17 @@ def find_programs() -> dict[str, str]:
 def prepare(programs: dict[str, str], say: Callable[[str], None]) -> None:
     """Install and build what is not up to date. Raises RenderError where npm or the build fails."""
     lock = (HERE / "package-lock.json", HERE / "package.json")
+    install = ["ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline"]
     _once(
         HERE / "node_modules" / ".pdtrace-installed",
         _digest(lock),
-        lambda: _run(
-            [
-                programs[NPM],
-                "ci",
-                "--ignore-scripts",
-                "--no-audit",
-                "--no-fund",
-                "--prefer-offline",
-            ],
-            _INSTALL_S,
-        ),
+        lambda: run_told([programs[NPM], *install], say, timeout_s=_INSTALL_S),
         lambda: say("installing the page's packages (npm ci)"),
     )
     _once(
         HERE / "dist" / ".pdtrace-built",
         _digest((*lock, HERE / "build.mjs", *sorted((HERE / "src").rglob("*.*")))),
-        lambda: _run([programs[NODE], "build.mjs"], _BUILD_S),
+        lambda: run_told([programs[NODE], "build.mjs"], say, timeout_s=_BUILD_S),
         lambda: say("building the page"),
     )
 
@@ -87,17 +82,37 @@ def _digest(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _run(command: list[str], timeout_s: float) -> None:
+def run_told(
+    command: list[str], say: Callable[[str], None], *, timeout_s: float, tell_s: float = _TELL_S
+) -> None:
+    """Run a program in this folder, and say every `tell_s` seconds that it still runs.
+
+    Raises RenderError with the end of what it wrote, where it fails or does not end in time.
+    """
     shown = f"{Path(command[0]).name} {command[1]}"
-    try:
-        done = subprocess.run(
-            command, cwd=HERE, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=timeout_s, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise RenderError(f"{shown} did not end within {timeout_s:.0f} s") from error
-    if done.returncode != 0:
-        raise RenderError(f"{shown} failed: {(done.stderr or done.stdout).strip()[-_TOLD:]}")
+    started_s = time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command, cwd=HERE, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            while True:
+                try:
+                    code = process.wait(timeout=tell_s)
+                    break
+                except subprocess.TimeoutExpired:
+                    took_s = time.monotonic() - started_s
+                    if took_s >= timeout_s:
+                        raise RenderError(f"{shown} did not end within {timeout_s:g} s") from None
+                    say(f"{shown}: {took_s:.0f} s so far, {timeout_s:g} s at most")
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        if code != 0:
+            output.seek(0)
+            written = output.read().decode(errors="replace").strip()
+            raise RenderError(f"{shown} failed: {written[-_TOLD:]}")
 
 
 def _which(names: Iterable[str]) -> str | None:

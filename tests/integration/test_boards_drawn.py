@@ -31,12 +31,20 @@ BASELINE = 24
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+ONE_VALUE = {"model": "fake", "role": "decode", "worker": "decode-0"}
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    folder: Path
+    """What one run of the renderer left."""
+
     report: dict[str, Any]
     code: int
     said: str
+
+    @property
+    def failures(self) -> list[str]:
+        return self.report["failures"]
 
     def page(self, board: str) -> dict[str, Any]:
         return next(page for page in self.report["pages"] if page["name"].startswith(board))
@@ -51,8 +59,17 @@ def _need_browser() -> None:
         pytest.skip(f"not installed: {', '.join(missing)} (.ci/programs installs them)")
 
 
+@dataclass(frozen=True, slots=True)
+class Drawings:
+    """Of the same time: with all chosen, with one value of each variable, and what has to fail."""
+
+    every: Drawn
+    one: Drawn
+    wrong: Drawn
+
+
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drawn]:
+def drawings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drawings]:
     need_programs()
     _need_browser()
     base = tmp_path_factory.mktemp("drawn")
@@ -72,7 +89,21 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drawn]:
             complete(server, f"later-{n}", stream=True, max_tokens=24)
         complete(server, "later-held", stalls=f"{STAGE}={STALL_MS}", stream=True)
         _wait_for_rates(stack)
-        yield _draw(stack, base / "pictures", started_s)
+        sources = [f"--prometheus={stack.urls['prometheus']}", f"--from={started_s - 5}"]
+        jaeger = f"--jaeger={stack.urls['jaeger']}"
+        stage = f"--var=stage={STAGE}"
+        one = [f"--var={name}={value}" for name, value in ONE_VALUE.items()]
+        wrong = ["--board=pd-slow", "--var=worker=nobody"]  # and no Jaeger
+        yield Drawings(
+            every=_draw(base / "every", *sources, jaeger, stage, "--theme=dark"),
+            one=_draw(base / "one", *sources, jaeger, stage, "--theme=light", *one),
+            wrong=_draw(base / "wrong", *sources, "--theme=dark", *wrong),
+        )
+
+
+@pytest.fixture(params=["every", "one"])
+def drawn(drawings: Drawings, request: pytest.FixtureRequest) -> Drawn:
+    return getattr(drawings, request.param)
 
 
 def _wait_for_data(stack: RealStack) -> None:
@@ -86,31 +117,28 @@ def _wait_for_data(stack: RealStack) -> None:
 
 
 def _wait_for_rates(stack: RealStack) -> None:
-    """Both paths have counted the last request that stalled, and the rules were evaluated."""
+    """Both paths have counted the last request that stalled, early enough for a point of the
+    panels, which look back 20 s every 5 s; and the rules were evaluated."""
+    window = "[20s] offset 5s"
     for query in (
-        f'increase(pd_stall_total{{stage="{STAGE}"}}[1m]) > 0',
-        f'increase(traces_span_metrics_calls_total{{pd_stall_stage="{STAGE}"}}[1m]) > 0',
-        "pdtrace:slo_error:ratio_rate1h",
+        f'increase(pd_stall_total{{stage="{STAGE}"}}{window}) > 0',
+        f'increase(traces_span_metrics_calls_total{{pd_stall_stage="{STAGE}"}}{window}) > 0',
+        "count(pdtrace:slo_error:ratio_rate1h offset 5s) == 3",
     ):
         wait_for(lambda query=query: stack.query(query), query)
 
 
-def _draw(stack: RealStack, folder: Path, started_s: float) -> Drawn:
-    command = [
-        *(sys.executable, "-m", "dashboards.render", "--out", str(folder), "--theme", "dark"),
-        *("--prometheus", stack.urls["prometheus"], "--jaeger", stack.urls["jaeger"]),
-        *("--from", str(started_s - 5), "--to", "now", "--var", f"stage={STAGE}"),
-    ]
+def _draw(folder: Path, *options: str) -> Drawn:
     done = subprocess.run(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-m", "dashboards.render", f"--out={folder}", "--to=now", *options],
+        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode in {0, 1}, done.stderr
-    report = json.loads((folder / "report.json").read_text())
-    return Drawn(folder, report, done.returncode, done.stderr)
+    return Drawn(json.loads((folder / "report.json").read_text()), done.returncode, done.stderr)
 
 
 def test_every_panel_of_every_board_is_drawn(drawn: Drawn) -> None:
-    assert drawn.report["failures"] == []
+    assert drawn.failures == []
     assert drawn.code == 0, drawn.said
     boards = {page["report"]["board"] for page in drawn.report["pages"]}
     assert boards == {path.stem for path in (GENERATED / "boards").glob("*.json")}
@@ -127,9 +155,23 @@ def test_a_picture_of_each_is_there(drawn: Drawn) -> None:
         assert len(picture) > 50_000, page["name"]
 
 
+def test_only_panels_that_do_not_concern_the_worker_are_empty(drawings: Drawings) -> None:
+    for page in drawings.one.report["pages"]:
+        chosen = {v["name"]: v["shown"] for v in page["report"]["variables"]}
+        assert {name: chosen[name] for name in ONE_VALUE} == ONE_VALUE
+    of_stages = drawings.one.page("pd-stages")["report"]["panels"]
+    panels = {panel["title"]: panel["verdict"] for panel in of_stages}
+    assert (panels["gateway.queue"], panels["decode.queue"]) == ("no data", "drawn")
+    # Nothing is excused where all is chosen.
+    for page in drawings.every.report["pages"]:
+        empty = {p["title"] for p in page["report"]["panels"] if p["verdict"] != "drawn"}
+        assert empty <= {"Alerts firing", "Oldest open request by stage and worker"}
+
+
 def test_points_lead_to_traces(drawn: Drawn) -> None:
     assert drawn.panel("pd-overview", "Request duration")["exemplars"] > 0
     assert drawn.panel("pd-stages", "KV transfer time")["exemplars"] > 0
+    assert drawn.panel("pd-stages", "decode.queue")["exemplars"] > 0
 
 
 def test_jaeger_panels_show_the_stalled_requests(drawn: Drawn) -> None:
@@ -138,6 +180,17 @@ def test_jaeger_panels_show_the_stalled_requests(drawn: Drawn) -> None:
     assert drawn.panel("pd-request", "Trace")["verdict"] == "drawn"
     [trace] = [v for v in drawn.page("pd-request")["report"]["variables"] if v["name"] == "trace"]
     assert len(trace["shown"]) == 32
+
+
+def test_run_fails_for_an_error_in_a_panel_and_for_a_value_that_nothing_has(
+    drawings: Drawings,
+) -> None:
+    wrong = drawings.wrong
+    assert wrong.code == 1
+    table = "pd-slow-dark: panel 'Slowest requests': "
+    assert any(line.startswith(table) and "no address of jaeger" in line for line in wrong.failures)
+    assert any("variable worker does not offer nobody" in line for line in wrong.failures)
+    assert all(line in wrong.said for line in wrong.failures)
 
 
 @pytest.mark.parametrize("script", ["test", "typecheck"])

@@ -75,12 +75,13 @@ function Controls({board, around}: {board: Board; around: Surroundings}): React.
           <span style={{...pill(around), padding: '6px 10px', background: theme.components.input.background, minWidth: 60}}>{told(one)}</span>
         </span>
       ))}
-      <span style={{flexGrow: 1}} />
-      {links.map((title) => (
-        <span key={title} style={{...pill(around), padding: '6px 10px', display: 'flex', gap: 4, alignItems: 'center'}}>
-          <Icon name="apps" size="sm" /> {title}
-        </span>
-      ))}
+      <div style={{flexGrow: 1, display: 'flex', flexWrap: 'wrap', justifyContent: 'flex-end', gap: 8}}>
+        {links.map((title) => (
+          <span key={title} style={{...pill(around), padding: '6px 10px', display: 'flex', gap: 4, alignItems: 'center'}}>
+            <Icon name="apps" size="sm" /> {title}
+          </span>
+        ))}
+      </div>
     </div>
   );
 }

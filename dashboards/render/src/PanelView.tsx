@@ -48,7 +48,7 @@ export function PanelView({panel, width, height, around}: Props): React.JSX.Elem
       statusMessage={state.error}
     >
       {(innerWidth, innerHeight) => (
-        <Boundary report={(message) => around.report(outcome(panel, 'error', message))}>
+        <Boundary report={(message) => around.report(outcome(panel, around, 'error', message))}>
           <div data-panel-content>
             <Body panel={panel} state={state} width={innerWidth} height={innerHeight} around={around} />
           </div>
@@ -64,7 +64,7 @@ function Body({panel, state, width, height, around}: Props & {state: {data?: Pan
   const verdict: Verdict = error !== undefined ? 'error' : count > 0 ? 'drawn' : 'no data';
   useEffect(() => {
     if (error !== undefined || data !== undefined) {
-      around.report(outcome(panel, verdict, error ?? '', data, count));
+      around.report(outcome(panel, around, verdict, error ?? '', data, count));
     }
   }, [state]);
   if (error !== undefined) {
@@ -110,9 +110,9 @@ class Boundary extends React.Component<{report: (message: string) => void; child
   }
 }
 
-function outcome(panel: Panel, verdict: Verdict, message: string, data?: PanelData, count = 0): Outcome {
+function outcome(panel: Panel, {chosen}: Surroundings, verdict: Verdict, message: string, data?: PanelData, count = 0): Outcome {
   return {
-    id: panel.id, title: panel.title, type: panel.type, verdict, mayBeEmpty: mayBeEmpty(panel), message,
+    id: panel.id, title: panel.title, type: panel.type, verdict, mayBeEmpty: mayBeEmpty(panel, chosen), message,
     series: data?.frames.length ?? 0, points: count, exemplars: data?.exemplars.length ?? 0,
   };
 }

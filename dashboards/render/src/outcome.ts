@@ -1,6 +1,7 @@
 // What became of each panel, for the program that opened the page.
 
 import type {Panel} from './board';
+import {type Chosen, isNarrowed} from './variables';
 
 export type Verdict = 'drawn' | 'no data' | 'error';
 
@@ -25,10 +26,13 @@ export interface Report {
   panels: Outcome[];
 }
 
-const EMPTY = /(^|[.:;]\s+)Empty (while|without|where)\b/;
+const EMPTY = /(^|[.:;]\s+)Empty (while|without)\b/;
+const EMPTY_WHERE = /(^|[.:;]\s+)Empty where\b/;
 
-export function mayBeEmpty(panel: Panel): boolean {
-  return EMPTY.test((panel.description ?? '').replace(/\s+/g, ' '));
+/** "Empty while …" is about the server; "Empty where …" about what is chosen, and counts only where not all is. */
+export function mayBeEmpty(panel: Panel, chosen: Map<string, Chosen>): boolean {
+  const says = (panel.description ?? '').replace(/\s+/g, ' ');
+  return EMPTY.test(says) || (EMPTY_WHERE.test(says) && isNarrowed(JSON.stringify(panel.targets ?? []), chosen));
 }
 
 /** Collects one outcome for each panel, and calls back when all are there. */

@@ -51,6 +51,14 @@ export function isAll(chosen: Chosen): boolean {
   return chosen.values.includes(ALL);
 }
 
+/** Whether the text depends on a variable of which only some of all values are chosen. */
+export function isNarrowed(text: string, chosen: Map<string, Chosen>): boolean {
+  return [...text.matchAll(REFERENCE)].some(([, braced, , , bare]) => {
+    const one = chosen.get(braced ?? bare);
+    return one !== undefined && one.variable.includeAll === true && !isAll(one);
+  });
+}
+
 /** What a reader sees as chosen. */
 export function shown(chosen: Chosen): string {
   return isAll(chosen) ? 'All' : chosen.values.join(' + ');

@@ -76,10 +76,19 @@ test('a mark is one stretch', () => {
 });
 
 test('only a sentence that says so lets a panel be empty', () => {
-  const panel = (description: string) => ({id: 1, type: 'stat', title: 't', description, gridPos: {x: 0, y: 0, w: 1, h: 1}});
-  assert.equal(mayBeEmpty(panel('Alerts. Empty while none fires.\n\nNot shown: x.')), true);
-  assert.equal(mayBeEmpty(panel('What is left. Nothing is Empty while x.')), false);
-  assert.equal(mayBeEmpty(panel('Empty panels are bad.')), false);
+  const panel = (description: string, expr = 'up') => ({
+    id: 1, type: 'stat', title: 't', description, gridPos: {x: 0, y: 0, w: 1, h: 1},
+    targets: [{refId: 'A', datasource: {type: 'prometheus', uid: 'p'}, expr}],
+  });
+  const all = choose([worker], {});
+  assert.equal(mayBeEmpty(panel('Alerts. Empty while none fires.\n\nNot shown: x.'), all), true);
+  assert.equal(mayBeEmpty(panel('What is left. Nothing is Empty while x.'), all), false);
+  assert.equal(mayBeEmpty(panel('Empty panels are bad.'), all), false);
+  const where = 'Batch. Empty where none of these has one.';
+  const one = choose([worker], {worker: ['gateway-0']});
+  assert.equal(mayBeEmpty(panel(where, 'up{instance=~"$worker"}'), all), false);
+  assert.equal(mayBeEmpty(panel(where, 'up{instance=~"$worker"}'), one), true);
+  assert.equal(mayBeEmpty(panel(where), one), false);
 });
 
 test('a waterfall has children below their parent, and the foreign parent of a root is none', () => {

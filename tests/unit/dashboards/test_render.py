@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from dashboards.build import boards
 from dashboards.render.drawing import Drawing, failures
-from dashboards.render.page import RenderError
+from dashboards.render.page import RenderError, run_told
 from dashboards.render.times import milliseconds
 
 NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)
@@ -70,3 +71,23 @@ def test_a_board_is_given_its_own_variables_only() -> None:
     given = {page["name"]: page["settings"]["variables"] for page in drawing.pages()}
     assert given["pd-overview-dark"] == {"worker": ["a", "b"]}
     assert given["pd-slow-dark"] == {"stage": ["transfer"], "worker": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("program", "timeout_s", "says"),
+    [
+        ("print('why'); raise SystemExit(3)", 60.0, "failed: why"),
+        ("import time; time.sleep(600)", 0.2, "did not end within 0.2 s"),
+    ],
+)
+def test_program_that_fails_or_hangs_is_an_error(program: str, timeout_s: float, says: str) -> None:
+    with pytest.raises(RenderError, match=says):
+        run_told([sys.executable, "-c", program], print, timeout_s=timeout_s, tell_s=0.05)
+
+
+def test_long_program_is_told_of_while_it_runs() -> None:
+    told = list[str]()
+    program = "import sys; sys.stdin.read(); import time; time.sleep(1)"
+    run_told([sys.executable, "-c", program], told.append, timeout_s=60.0, tell_s=0.05)
+    assert told
+    assert all("60 s at most" in line for line in told)
