@@ -242,8 +242,9 @@ def lines(
         .datasource(PROMETHEUS)
         .unit(unit)
         .min(0)
-        .line_width(1)
-        .fill_opacity(70 if bars else 30 if stacked else 0)
+        # The outline of a part that is 0 would lie on the part below it, in another colour.
+        .line_width(0 if bars or stacked else 1)
+        .fill_opacity(70 if bars or stacked else 0)
         .show_points(common.VisibilityMode.AUTO)
         .span_nulls(False)
         .tooltip(
@@ -255,7 +256,7 @@ def lines(
         .thresholds(_thresholds(steps or ((None, "green"),)))
     )
     if bars:
-        panel = panel.draw_style(common.GraphDrawStyle.BARS).line_width(0)
+        panel = panel.draw_style(common.GraphDrawStyle.BARS)
     if stacked:
         stacking = cb.StackingConfig().mode(common.StackingMode.NORMAL).group("A")
         panel = panel.stacking(stacking)

@@ -172,16 +172,18 @@ def stalls_in_span_metrics(title: str, *, width: int = 12, height: int = 8) -> P
 
 
 def kv_pages(title: str, *, width: int = 12, height: int = 8) -> Panel:
-    pages = queries.series(names.KV_PAGES, 'state!="free"', v.BY_ROLE, v.BY_WORKER)
+    held = queries.any_of("state", ("used", "reserved"))
+    pages = queries.series(names.KV_PAGES, held, v.BY_ROLE, v.BY_WORKER)
     used = queries.total(pages, ("instance", "state"))
     capacity = queries.total(
         queries.series(names.KV_CAPACITY, v.BY_ROLE, v.BY_WORKER), ("instance",)
     )
     return lines(
         title,
-        "Share of each worker's KV pages that are not free: used, reserved or kept for prefixes. "
+        "Share of each worker's KV pages that requests hold: used, or reserved for them. "
         f"{EMPTY_WHERE}no chosen worker has a pool.",
-        "which requests hold them (`pdtrace top`), and pages held back from reuse.",
+        "which requests they are (`pdtrace top`), pages kept for prefixes, which are given up when "
+        "they are needed, and pages held back from reuse.",
         PERCENT,
         Query(
             expr=f"{used} / on (instance) group_left () {capacity}",

@@ -10,6 +10,7 @@ import type {Kind} from './kind';
 const NAMES_PX = 400;
 const LINE_PX = 24;
 const RIGHT_PX = 76;
+const GAP_PX = 5;
 const BARS = ['#7EB26D', '#EAB839', '#6ED0E0', '#EF843C', '#E24D42', '#1F78C1', '#BA43A9', '#705DA0'];
 
 export const traces: Kind = ({data, width, height, theme, timeZone}) => {
@@ -66,14 +67,18 @@ export const traces: Kind = ({data, width, height, theme, timeZone}) => {
   );
 };
 
-/** The time it took, right of the bar or, where that leaves no room, left of it. */
+/** The time it took: right of the bar, left of it, or in it, where there is room. */
 function Beside({line, x, right, theme}: {line: Line; x: (us: number) => number; right: number; theme: GrafanaTheme2}): React.JSX.Element {
   const reason = line.tags.get('pd.wait.reason');
   const said = reason === undefined ? micros(line.durationUs) : `${micros(line.durationUs)} · ${String(reason)}`;
-  const end = x(line.startUs + line.durationUs) + 5;
-  const room = right - end > said.length * 6.5;
+  const needed = said.length * 6.5;
+  const [start, end] = [x(line.startUs) - GAP_PX, x(line.startUs + line.durationUs) + GAP_PX];
+  const text = theme.colors.text;
+  const [at, anchor, fill] = right - end > needed
+    ? [end, 'start', text.secondary]
+    : start - NAMES_PX > needed ? [start, 'end', text.secondary] : [end - 2 * GAP_PX, 'end', '#000'];
   return (
-    <text x={room ? end : x(line.startUs) - 5} y={16} fontSize={11} textAnchor={room ? 'start' : 'end'} fill={theme.colors.text.secondary}>
+    <text x={at} y={16} fontSize={11} textAnchor={anchor as 'start' | 'end'} fill={fill}>
       {said}
     </text>
   );
