@@ -243,7 +243,7 @@ def lines(
         .unit(unit)
         .min(0)
         # The outline of a part that is 0 would lie on the part below it, in another colour.
-        .line_width(0 if bars or stacked else 1)
+        .line_width(0 if bars or stacked else 2 if colours else 1)
         .fill_opacity(70 if bars or stacked else 0)
         .show_points(common.VisibilityMode.AUTO)
         .span_nulls(False)
@@ -455,6 +455,8 @@ def rows_of(
     for (heading, unit, query, steps), (ref, _) in zip(columns, _numbered(columns), strict=True):
         made = _prometheus(ref, replace(query, instant=True)).format(pm.PromQueryFormat.TABLE)
         properties = [m.DynamicConfigValue(id_val="unit", value=unit)]
+        if unit == SHORT:  # a number of something, which increase() extrapolates
+            properties.append(m.DynamicConfigValue(id_val="decimals", value=0))
         if steps:
             properties += [
                 m.DynamicConfigValue(id_val="thresholds", value=_steps_json(steps)),

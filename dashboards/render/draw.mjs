@@ -18,6 +18,28 @@ const FLAGS = [
 ];
 
 const MOST_PX = 12_000;
+const QUIET_MS = 300;
+const POLL_MS = 25;
+
+/** What a page asks for, until nothing has been under way for a while. */
+class Fetches {
+  constructor(tab) {
+    this.pending = new Set();
+    tab.on('request', (request) => this.pending.add(request));
+    tab.on('requestfinished', (request) => this.pending.delete(request));
+    tab.on('requestfailed', (request) => this.pending.delete(request));
+  }
+
+  async all() {
+    const started = Date.now();
+    for (let quiet = Date.now(); Date.now() - quiet < QUIET_MS && Date.now() - started < asked.timeoutMs;) {
+      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+      if (this.pending.size > 0) {
+        quiet = Date.now();
+      }
+    }
+  }
+}
 
 const asked = JSON.parse(await text(process.stdin));
 let current = asked.pages[0]?.settings;
@@ -42,6 +64,7 @@ async function draw({name, settings}) {
   });
   const tab = await context.newPage();
   const said = [];
+  const fetched = new Fetches(tab);
   tab.on('console', (message) => message.type() === 'error' && said.push(message.text().slice(0, 500)));
   tab.on('response', (response) => response.status() >= 400 && said.push(`${response.status()} ${response.url()}`));
   tab.on('pageerror', (error) => said.push(String(error.stack ?? error).slice(0, 1000)));
@@ -57,6 +80,7 @@ async function draw({name, settings}) {
   const heightPx = await tab.evaluate(() => document.documentElement.scrollHeight);
   await tab.setViewportSize({width: settings.widthPx, height: Math.min(heightPx, MOST_PX)});
   await tab.evaluate(() => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve))));
+  await fetched.all(); // icons, which are fetched when they are seen
   const report = await tab.evaluate(() => window.pdtraceReport ?? null);
   const picture = join(asked.out, `${name}.png`);
   await tab.screenshot({path: picture, fullPage: true, animations: 'disabled', timeout: asked.timeoutMs});

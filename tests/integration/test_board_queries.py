@@ -292,7 +292,7 @@ def lose_a_worker(server: RunningServer) -> None:
         pid = server.send_signal("decode-0", signal.SIGKILL)
         with contextlib.suppress(httpx.HTTPError):
             list(lines)
-    server.wait_for_successor("decode-0", pid)
+    server.wait_for_successor("decode-0", pid, timeout_s=120.0)
     wait_for(lambda: complete(server, "again").status_code == 200 or None, "a server that serves")
 
 
@@ -349,25 +349,27 @@ def held(run: Run) -> Generator[None]:
     workers = run.stack.query(f"count by (instance) ({names.PROCESS_STATE})")
     address = httpx.URL(run.server.url)
     body = json.dumps({"model": run.server.model, "prompt": "one", "max_tokens": 4})
+
+    def is_seen() -> bool:
+        busy = run.stack.query(f"count by (instance) ({names.OPEN_OLDEST_BY_WORKER})")
+        return len(busy) == len(workers)
+
     with contextlib.ExitStack() as stack:
-        for stage in IN_FLIGHT:
-            connection = socket.create_connection((address.host, address.port), timeout=30.0)
-            stack.enter_context(contextlib.closing(connection))
-            headers = {
-                "Host": "a",
-                "X-PD-Faults": f"{stage}={KEPT_MS}",
-                "Content-Length": len(body),
-            }
-            lines = ["POST /v1/completions HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
-            connection.sendall("\r\n".join([*lines, "", body]).encode())
-        wait_for(
-            lambda: (
-                len(run.stack.query(f"count by (instance) ({names.OPEN_OLDEST_BY_WORKER})"))
-                == len(workers)
-            ),
-            "a request in flight at each worker",
-        )
-        yield
+        for _ in range(5):
+            for stage in IN_FLIGHT:
+                connection = socket.create_connection((address.host, address.port), timeout=30.0)
+                stack.enter_context(contextlib.closing(connection))
+                fault = f"X-PD-Faults: {stage}={KEPT_MS}"
+                head = ("POST /v1/completions HTTP/1.1", "Host: a", fault)
+                lines = (*head, f"Content-Length: {len(body)}", "", body)
+                connection.sendall("\r\n".join(lines).encode())
+            kept_until_s = time.monotonic() + KEPT_MS / 1000
+            while time.monotonic() < kept_until_s:
+                if is_seen():
+                    yield
+                    return
+                time.sleep(0.25)
+    pytest.fail("no scrape saw a request in flight at each worker")
 
 
 # -- queries of Prometheus -------------------------------------------------------------------------
