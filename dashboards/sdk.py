@@ -227,6 +227,7 @@ def lines(
     width: int = 12,
     height: int = 8,
     table: bool = True,
+    to_one: bool = False,
 ) -> Panel:
     """Values over time.
 
@@ -234,6 +235,7 @@ def lines(
     stacked    only for what adds up; `unstacked` are lines over it
     table      latest and highest value of each series beside its name; without it names alone,
                which is for many series in a narrow panel
+    to_one     the axis reaches 1 at least; where all is 0 it would end at 100
     """
     panel = (
         ts.Panel()
@@ -260,8 +262,8 @@ def lines(
     if stacked:
         stacking = cb.StackingConfig().mode(common.StackingMode.NORMAL).group("A")
         panel = panel.stacking(stacking)
-    if unit == SHORT:
-        panel = panel.axis_soft_max(1)  # where all is 0, the axis would end at 100
+    if to_one:
+        panel = panel.axis_soft_max(1)
     if steps:
         style = cb.GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.DASHED)
         panel = panel.thresholds_style(style)

@@ -7,6 +7,7 @@ from dashboards import variables as v
 from dashboards.boards import pieces
 from dashboards.rules import recordings as rec
 from dashboards.sdk import (
+    EMPTY_WHERE,
     EMPTY_WHILE,
     PERCENT,
     REQUESTS_S,
@@ -109,7 +110,8 @@ def _alive() -> tuple[Panel, ...]:
         ),
         number(
             "Processes ready",
-            "Processes that can take part in a generation, as the gateway says.",
+            "Processes that can take part in a generation, as the gateway says. "
+            f"{EMPTY_WHERE}the gateway alone is chosen.",
             "the agents themselves. Model does not apply.",
             SHORT,
             Query(expr=ready, legend="ready"),
@@ -271,6 +273,7 @@ def _budget(slo: Slo) -> tuple[Panel, ...]:
             ),
             steps=((None, "transparent"), (1, colours.WARN), (14.4, colours.BAD)),
             width=8,
+            to_one=True,
         )
         for objective in rec.objectives(slo)
     )

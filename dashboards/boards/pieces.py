@@ -101,6 +101,7 @@ def open_by_stage(title: str, *, width: int = 12, height: int = 8) -> Panel:
         links=(links.slow_in_this_stage(),),
         width=width,
         height=height,
+        to_one=True,
     )
 
 
@@ -142,6 +143,7 @@ def stalls_by_stage(title: str, *, width: int = 12, height: int = 8) -> Panel:
         links=(links.slow_in_this_stage(),),
         width=width,
         height=height,
+        to_one=True,
     )
 
 
@@ -168,6 +170,7 @@ def stalls_in_span_metrics(title: str, *, width: int = 12, height: int = 8) -> P
         links=(links.slow_in(f"${{__field.labels.{names.SPAN_STALL_STAGE}}}"),),
         width=width,
         height=height,
+        to_one=True,
     )
 
 

@@ -81,6 +81,7 @@ def _stalled() -> tuple[Panel, ...]:
             ),
             stacked=True,
             bars=True,
+            to_one=True,
         ),
         lines(
             "Time in this stage by worker",

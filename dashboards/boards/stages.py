@@ -211,6 +211,7 @@ def _waits() -> tuple[Panel, ...]:
             bars=True,
             links=(links.slow_in_this_stage(), links.worker()),
             width=12,
+            to_one=True,
         ),
     )
 

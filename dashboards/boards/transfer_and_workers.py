@@ -64,7 +64,8 @@ def _moving() -> tuple[Panel, ...]:
         ),
         lines(
             "Requests held by worker",
-            "Requests that each process holds, in any state.",
+            f"Requests that each process holds, in any state. {EMPTY_WHERE}transfer alone is "
+            "chosen: it has copies.",
             "which they are: `pdtrace top`. Model does not apply.",
             SHORT,
             Query(
@@ -74,6 +75,7 @@ def _moving() -> tuple[Panel, ...]:
             links=(links.worker(links.STAGES),),
             width=8,
             table=False,
+            to_one=True,
         ),
         lines(
             "Requests by pair and outcome",
@@ -117,6 +119,7 @@ def _busy() -> tuple[Panel, ...]:
             links=(links.worker(links.STAGES),),
             width=8,
             table=False,
+            to_one=True,
         ),
         lines(
             "Queues by worker",
@@ -129,6 +132,7 @@ def _busy() -> tuple[Panel, ...]:
             links=(links.worker(links.STAGES),),
             width=8,
             table=False,
+            to_one=True,
         ),
         lines(
             "Tokens per second",
@@ -221,6 +225,7 @@ def _full() -> tuple[Panel, ...]:
             links=(links.worker(links.STAGES),),
             width=6,
             table=False,
+            to_one=True,
         ),
     )
 
@@ -264,6 +269,7 @@ def _paths() -> tuple[Panel, ...]:
             links=(links.slow_in("transfer"),),
             width=8,
             table=False,
+            to_one=True,
         ),
         lines(
             "KV transfer by pair",
