@@ -14,6 +14,7 @@ from server.errors import (
     InvalidRequest,
     Overloaded,
     RequestError,
+    ServerError,
     TransferFailed,
     WorkerLost,
 )
@@ -148,6 +149,25 @@ _STATUS_BY_OUTCOME: Mapping[str, int] = {
     Outcome.CANCELLED: 502,
     Outcome.REJECTED: 503,
 }
+
+
+USUAL_ENDS: Sequence[tuple[Outcome, str]] = (
+    (Outcome.COMPLETED, ""),
+    (Outcome.CANCELLED, CLIENT_DISCONNECTED),
+    (Outcome.TIMED_OUT, DeadlineExceeded.code),
+    (Outcome.TIMED_OUT, NO_WORKER),
+    (Outcome.TIMED_OUT, QUEUE_TIMEOUT),
+    (Outcome.REJECTED, InvalidRequest.code),
+    (Outcome.REJECTED, Overloaded.code),
+    *(
+        (Outcome.FAILED, code)
+        for code in (
+            *(WorkerLost.code, RequestLost.code, TransferFailed.code, HandshakeMismatch.code),
+            *(ServerError.code, STREAM_INCOMPLETE, SHUTTING_DOWN),
+        )
+    ),
+)
+"""Outcomes with the reasons that they mostly have."""
 
 
 def outcome_of(error: RequestError, *, dispatched: bool) -> tuple[Outcome, str]:

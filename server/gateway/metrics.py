@@ -26,6 +26,7 @@ import pdtrace
 from pdtrace.agent.buckets import duration_edges_from
 from pdtrace.stages import Outcome, Role
 from server.errors import WorkerLost
+from server.gateway.errors import USUAL_ENDS
 from server.gateway.openai_api import Operation
 from server.gateway.registry import MemberReport, MemberState
 
@@ -204,7 +205,8 @@ class GatewayMetrics:
         # A series that appears with its first event hides that event from rate().
         self._retries.labels(WorkerLost.code, Outcome.COMPLETED)
         for operation in Operation:
-            self._requests.labels(operation, model, Outcome.COMPLETED, "")
+            for outcome, reason in USUAL_ENDS:
+                self._requests.labels(operation, model, outcome, reason)
             for streamed in _STREAMED.values():
                 self._ttft.labels(operation, model, streamed)
             self._tpot.labels(operation, model)
