@@ -513,9 +513,7 @@ class Agent:
         judged = msgspec.structs.replace(root, attributes={**root.attributes, **verdict})
         return [judged, *spans[1:]]
 
-    def _verdict(
-        self, request: CollectedRequest, spans: Sequence[Span]
-    ) -> Mapping[str, AttrValue]:
+    def _verdict(self, request: CollectedRequest, spans: Sequence[Span]) -> Mapping[str, AttrValue]:
         if self._judge is None or spans[0].attributes.get(a.SPAN.key) != ROOT_SPAN:
             return {}
         try:
