@@ -83,7 +83,8 @@ def of_role(spans: Sequence[Span], role: Role) -> list[Span]:
         return mine
     return [
         msgspec.structs.replace(
-            span, attributes={key: span.attributes[key] for key in span.attributes if key != a.KEEP.key}
+            span,
+            attributes={key: span.attributes[key] for key in span.attributes if key != a.KEEP.key},
         )
         for span in mine
     ]
@@ -207,7 +208,8 @@ def test_sampler_decides_once_about_what_agents_of_four_hosts_send_apart(
                     "exporters": {"otlp": to_store},
                     "service": {
                         "pipelines": {
-                            name: {"exporters": ["otlp"]} for name in ("traces/kept", "traces/asked")
+                            name: {"exporters": ["otlp"]}
+                            for name in ("traces/kept", "traces/asked")
                         }
                     },
                 }
