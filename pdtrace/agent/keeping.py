@@ -9,13 +9,12 @@ of a whole trace (a test compares the two). Pure.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
 
 from pdtrace import semconv as a
-from pdtrace.analysis.attributes import text
 from pdtrace.assembly.orderly import OrderlySpans
 from pdtrace.slo import DEFAULT_SLO, Slo
 from pdtrace.spans import AttrValue, Span, StatusCode
@@ -24,9 +23,14 @@ from pdtrace.stages import Outcome
 TTFT_VARIABLE, TOKEN_GAP_VARIABLE = "PD_SLO_TTFT_S", "PD_SLO_TOKEN_GAP_S"
 """Environment variables with the limits, seconds; the files of `collector/` read them too."""
 
-_NOT_COMPLETED = frozenset(
-    {Outcome.FAILED, Outcome.CANCELLED, Outcome.TIMED_OUT, Outcome.LOST}
-)  # rejected requests are not: under overload they are most of the traffic, and alike
+# Rejected requests are not among them: under overload they are most of the traffic, and alike.
+_NOT_COMPLETED = (Outcome.FAILED, Outcome.CANCELLED, Outcome.TIMED_OUT, Outcome.LOST)
+
+_OUTCOME, _ATTEMPT, _STREAM = a.OUTCOME.key, a.ATTEMPT.key, a.STREAM.key
+_INCOMPLETE, _VIOLATION = a.INCOMPLETE.key, a.VIOLATION.key
+_TTFT, _LONGEST_GAP = a.TTFT_SECONDS.key, a.LONGEST_GAP_SECONDS.key
+_STALL_STAGE = a.STALL_STAGE.key
+_COMPLETED = Outcome.COMPLETED.value
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +46,9 @@ class Reason(StrEnum):
     SLO_MISSED = "slo-missed"
 
 
+_RANKS = {reason: rank for rank, reason in enumerate(Reason)}
+
+
 def why_keep(
     spans: Sequence[Span], verdict: Mapping[str, AttrValue], slo: Slo = DEFAULT_SLO
 ) -> Reason | None:
@@ -51,31 +58,32 @@ def why_keep(
     """
     # What is in order completed, at once, without an error: its root alone can tell more.
     looked_at = (spans.root,) if isinstance(spans, OrderlySpans) else spans
-    found = {reason for span in looked_at for reason in _reasons(span, slo)}
-    if a.STALL_STAGE.key in verdict:
-        found.add(Reason.SLOW)
-    return next((reason for reason in Reason if reason in found), None)
+    found = [reason for span in looked_at if (reason := _reason(span, slo)) is not None]
+    if _STALL_STAGE in verdict:
+        found.append(Reason.SLOW)
+    return min(found, key=_RANKS.__getitem__) if found else None
 
 
-def _reasons(span: Span, slo: Slo) -> Iterable[Reason]:
+def _reason(span: Span, slo: Slo) -> Reason | None:
+    """The first that this span tells. Runs for each request."""
     attributes = span.attributes
-    outcome = text(attributes, a.OUTCOME)
-    if outcome in _NOT_COMPLETED:
-        yield Reason.NOT_COMPLETED
+    outcome = attributes.get(_OUTCOME)
+    if outcome != _COMPLETED and outcome in _NOT_COMPLETED:
+        return Reason.NOT_COMPLETED
     if span.status is StatusCode.ERROR and outcome != Outcome.REJECTED:
-        yield Reason.ERROR
-    if _exceeds(attributes, a.ATTEMPT, 1):
-        yield Reason.RETRIED
-    if a.INCOMPLETE.key in attributes or a.VIOLATION.key in attributes:
-        yield Reason.INCOMPLETE
-    if (
-        attributes.get(a.STREAM.key) is True and _exceeds(attributes, a.TTFT_SECONDS, slo.ttft_s)
-    ) or _exceeds(attributes, a.LONGEST_GAP_SECONDS, slo.token_gap_s):
-        yield Reason.SLO_MISSED
+        return Reason.ERROR
+    if _exceeds(attributes.get(_ATTEMPT), 1):
+        return Reason.RETRIED
+    if _INCOMPLETE in attributes or _VIOLATION in attributes:
+        return Reason.INCOMPLETE
+    if _exceeds(attributes.get(_LONGEST_GAP), slo.token_gap_s) or (
+        attributes.get(_STREAM) is True and _exceeds(attributes.get(_TTFT), slo.ttft_s)
+    ):
+        return Reason.SLO_MISSED
+    return None
 
 
-def _exceeds(attributes: Mapping[str, AttrValue], attr: a.Attr, limit: float) -> bool:
-    value = attributes.get(attr.key)
+def _exceeds(value: AttrValue | None, limit: float) -> bool:
     return isinstance(value, int | float) and value > limit
 
 

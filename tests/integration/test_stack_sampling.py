@@ -89,26 +89,30 @@ def test_parts_that_come_apart_are_one_decision_and_a_share_of_what_is_normal_is
 
 
 def check(stack: RealStack, *groups: Group) -> None:
-    asked = sum(len(ids) for group in groups for ids in group.requests.values())
+    """All of a request is kept, or none; of what went wrong all, of the others about half."""
+    kinds = [(kind, ids) for group in groups for kind, ids in group.requests.items()]
+    asked = sum(len(ids) for _, ids in kinds)
     counted = "otelcol_processor_tail_sampling_global_count_traces_sampled_total"
     wait_for(lambda: stack.value(f"sum({counted})") == asked, "a decision on each trace")
     sampled = stack.value(f'sum({counted}{{sampled="true"}})')
 
-    def stored() -> dict[str, list[str]]:
-        ids = [one for group in groups for some in group.requests.values() for one in some]
-        return {one: names for one in ids if (names := sorted(stack.span_names(one)))}
+    def whole() -> list[list[tuple[str, ...]]] | None:
+        """Names of the spans of each trace that is kept. Requests of a kind are alike: where all
+        have the same spans, none lacks some."""
+        found = [
+            [tuple(sorted(names)) for one in ids if (names := stack.span_names(one))]
+            for _, ids in kinds
+        ]
+        alike = all(len(set(traces)) == 1 for traces in found)
+        return found if alike and sum(map(len, found)) == sampled else None
 
-    found = wait_for(
-        lambda: (now := stored()) and len(now) == sampled and now, "all that was to be kept"
-    )
-    for group in groups:
-        for kind, ids in group.requests.items():
-            # Requests of a kind are alike, and so one of which all is there tells what is missing.
-            kept = [found[one] for one in ids if one in found]
-            assert {tuple(names) for names in kept} == {tuple(max(kept, key=len))}, kind
-            names = set(kept[0])
-            assert {"prefill.compute", "transfer", "decode.generate", "gateway.dispatch"} <= names
-            if kind != "normal":
-                assert len(kept) == len(ids), kind
-    share = sum(one in found for group in groups for one in group.requests["normal"])
-    assert 0.3 < share / (len(groups) * NORMAL) < 0.7
+    found = wait_for(whole, "the whole of all that is kept")
+    normal = 0
+    for (kind, ids), traces in zip(kinds, found, strict=True):
+        of_both = {"prefill.compute", "transfer", "decode.generate", "gateway.dispatch"}
+        assert of_both <= set(traces[0])
+        if kind == "normal":
+            normal += len(traces)
+        else:
+            assert len(traces) == len(ids), kind
+    assert 0.3 < normal / (len(groups) * NORMAL) < 0.7

@@ -265,10 +265,11 @@ def test_sampler_keeps_what_nobody_asks_for_by_each_of_its_policies(traffic: Tra
     """Spans of others, and parts of requests whose agents know less."""
     ttft_s, gap_s = DEFAULT_SLO.ttft_s, DEFAULT_SLO.token_gap_s
     outcomes = ("failed", "cancelled", "timed_out", "lost")
+    status = "error, by its status"
     kept: dict[str, dict[str, Any]] = {
         **{outcome: {a.OUTCOME.key: outcome} for outcome in outcomes},
-        "error": {"status": StatusCode.ERROR},
-        "error of another": {"status": StatusCode.ERROR, a.OUTCOME.key: "completed"},
+        "error": {status: True},
+        "error of another": {status: True, a.OUTCOME.key: "completed"},
         "retried": {a.ATTEMPT.key: 2},
         "stalled": {a.STALL_STAGE.key: "transfer"},
         "incomplete": {a.INCOMPLETE.key: "no completed mark"},
@@ -282,7 +283,7 @@ def test_sampler_keeps_what_nobody_asks_for_by_each_of_its_policies(traffic: Tra
             a.TTFT_SECONDS.key: ttft_s, a.LONGEST_GAP_SECONDS.key: gap_s,
         },
         "late in one piece": {a.STREAM.key: False, a.TTFT_SECONDS.key: ttft_s + 0.01},
-        "rejected": {"status": StatusCode.ERROR, a.OUTCOME.key: "rejected"},
+        "rejected": {status: True, a.OUTCOME.key: "rejected"},
     }  # fmt: skip
     asked = {"asked": {a.KEEP.key: Reason.SLO_MISSED.value}}
     ids = {name: secrets.token_hex(16) for name in (*kept, *dropped, *asked)}
@@ -291,8 +292,8 @@ def test_sampler_keeps_what_nobody_asks_for_by_each_of_its_policies(traffic: Tra
         Span(
             ids[name], secrets.token_hex(8), None, name, SpanKind.INTERNAL,
             time.time_ns() - 1_000_000, time.time_ns(), resource,
-            {key: value for key, value in own.items() if key != "status"},
-            status=own.get("status", StatusCode.UNSET),
+            {key: value for key, value in own.items() if key != status},
+            status=StatusCode.ERROR if status in own else StatusCode.UNSET,
         )
         for name, own in {**asked, **kept, **dropped}.items()
     ]  # fmt: skip
@@ -313,12 +314,10 @@ def test_sampler_keeps_what_nobody_asks_for_by_each_of_its_policies(traffic: Tra
         return {name: traffic.stack.span_names(trace_id) for name, trace_id in ids.items()}
 
     # They came together, and so they are decided together.
-    found = wait_for(
-        lambda: (now := stored()) and all(now[name] for name in kept) and now, "all that is kept"
-    )
-    assert {name for name, names in found.items() if names} == {*kept, *asked}
+    wait_for(lambda: all(stored()[name] for name in kept), "all that is kept")
     wait_for(lambda: len(stored()["asked"]) == 2, "the span of its caller")
     assert sorted(stored()["asked"]) == ["asked", "caller"]
+    assert {name for name, names in stored().items() if names} == {*kept, *asked}
 
 
 def points(stack: RealStack, service: str, kind: str, **more: str) -> list[float]:
