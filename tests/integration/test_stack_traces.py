@@ -50,7 +50,7 @@ from tests.support.server import RunningServer, running_server
 pytestmark = [pytest.mark.server, pytest.mark.timeout(420)]
 
 HEALTHY = 12
-GAP_MS = 400
+GAP_MS = 300
 STALL_MS = 1200
 SERVICES = {"pd-gateway", "pd-prefill", "pd-transfer", "pd-decode"}
 CHAIN = [stage.name for stage in CHAINS[Mode.PD]]
@@ -85,8 +85,8 @@ class Traffic:
 
 @pytest.fixture(scope="module")
 def traffic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traffic]:
-    """One with gaps while there are no peers, healthy requests, then one stalled in each of several
-    stages. Of the healthy ones none is to be kept."""
+    """Healthy requests, then one stalled in each of several stages. Of the healthy ones none is to
+    be kept."""
     need_programs()
     folder = tmp_path_factory.mktemp("stack")
     rules = folder / "test.yml"
@@ -96,8 +96,6 @@ def traffic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traffic]:
         with real_stack(folder / "stack", *options) as stack:
             joined = ("--stack", str(stack.folder), "--allow-faults", "--decode", "2")
             with running_server(folder / "run", *joined, model=FAST_FAKE) as server:
-                gaps = complete(server, "gaps", stalls=f"decode.gap={GAP_MS}", stream=True)
-                assert gaps.status_code == 200
                 for number in range(HEALTHY):
                     answer = complete(server, f"healthy-{number}", stream=True)
                     assert answer.status_code == 200
@@ -109,7 +107,7 @@ def traffic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traffic]:
                     f"{stage}={STALL_MS * 2 if stage == 'decode.queue' else 20}" for stage in CHAIN
                 )
                 assert complete(server, "everywhere", stalls=every).status_code == 200
-                yield Traffic(stack, server, webhook, 1 + HEALTHY + len(CHAIN) + 1)
+                yield Traffic(stack, server, webhook, HEALTHY + len(CHAIN) + 1)
 
 
 def spans_of(trace: dict[str, Any]) -> list[Span]:
@@ -249,16 +247,27 @@ def test_exemplars_lead_to_traces_that_are_there(traffic: Traffic) -> None:
 
 
 def test_gap_that_the_client_saw_is_kept_without_a_verdict(traffic: Traffic) -> None:
-    """Shorter than what a worker records as a gap of its own, above the limit all the same."""
-    spans = spans_of(traffic.stack.wait_for_trace("gaps"))
+    """Shorter than what a worker records as a gap of its own, above the limit all the same. There
+    is no verdict on a generation that is over twice as long as any other."""
+
+    def gaps_alone() -> list[Span] | None:
+        request_id = f"gaps-{secrets.token_hex(4)}"
+        gaps = f"decode.gap={GAP_MS}"
+        answer = complete(traffic.server, request_id, stalls=gaps, stream=True, max_tokens=16)
+        assert answer.status_code == 200
+        spans = spans_of(traffic.stack.wait_for_trace(request_id))
+        recorded = recorded_spans(traffic.server, request_id)
+        assert sorted(map(place_of, spans)) == sorted(map(place_of, recorded))
+        # On a busy machine another stage may be slow.
+        [root] = [span for span in spans if is_root(span)]
+        return None if a.STALL_STAGE.key in root.attributes else spans
+
+    spans = wait_for(gaps_alone, "a request with gaps and without a verdict")
     [root] = [span for span in spans if is_root(span)]
     longest_s = root.attributes[a.LONGEST_GAP_SECONDS.key]
     assert isinstance(longest_s, float)
     assert longest_s > DEFAULT_SLO.token_gap_s
-    assert a.STALL_STAGE.key not in root.attributes
     assert {span.attributes[a.KEEP.key] for span in spans} == {Reason.SLO_MISSED}
-    recorded = recorded_spans(traffic.server, "gaps")
-    assert sorted(map(place_of, spans)) == sorted(map(place_of, recorded))
 
 
 def test_sampler_keeps_what_nobody_asks_for_by_each_of_its_policies(traffic: Traffic) -> None:
@@ -389,7 +398,8 @@ def test_slo_of_a_recording_and_of_what_jaeger_kept_of_it(traffic: Traffic, tmp_
     API and in files that were saved from it."""
     stack, url = traffic.stack, traffic.stack.urls["jaeger"]
     everywhere = stack.wait_for_trace("everywhere")  # decided after the others
-    until = instant_text(1_000 * (min(span["startTime"] for span in everywhere["spans"]) + 1))
+    until_us = min(span["startTime"] for span in everywhere["spans"]) + 1
+    until = instant_text(1_000 * until_us)
     whole = slo_of(traffic.server.run_dir, "--until", until)
     assert (whole["requests"], whole["warnings"]) == (traffic.asked, [])
     assert whole["gaps_seen_by_worker"] == 0  # the gateway recorded them
@@ -427,7 +437,8 @@ def test_slo_of_a_recording_and_of_what_jaeger_kept_of_it(traffic: Traffic, tmp_
         (tmp_path / name).write_bytes(stack.client.get(f"{url}{path}").content)
         ours = parts_of("everywhere", traffic.server.run_dir)
         assert parts_of("everywhere", tmp_path / name) == ours
-    search = stack.client.get(f"{url}/api/traces", params={"service": "pd-gateway", "limit": 500})
+    wanted = {"service": "pd-gateway", "limit": 500, "start": 0, "end": until_us}
+    search = stack.client.get(f"{url}/api/traces", params=wanted)
     (tmp_path / "search.json").write_bytes(search.content)
     from_file = slo_of(tmp_path / "search.json", "--until", until)
     assert "NOT of all requests" in " ".join(from_file.pop("warnings"))
