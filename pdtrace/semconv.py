@@ -93,6 +93,11 @@ ERROR_TYPE = _str("error.type", "Stable error code (OpenTelemetry general conven
 STALL_STAGE = _str("pd.stall.stage", "Stage that exceeded its own baseline by most.")
 STALL_SECONDS = _float("pd.stall.duration", "Seconds above that stage's baseline.")
 STALL_REASON = _str("pd.stall.reason", "Wait reason of that stage, where one was recorded.")
+KEEP = _str(
+    "pd.keep",
+    "Why this request must not be sampled away (`pdtrace.agent.keeping.Reason`); on each of its "
+    "spans, absent where nothing is wrong.",
+)
 
 # Routing.
 PREFILL_WORKER = _str("pd.prefill.worker", "Instance id of the prefill worker.", on_root=True)

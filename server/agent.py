@@ -5,7 +5,10 @@ Owns the mapping from settings to the agent; what it does is `pdtrace.agent.comm
 
 from __future__ import annotations
 
+import os
+
 from pdtrace.agent.command import AgentConfig, HttpConfig, prepare_process, run_agent
+from pdtrace.agent.keeping import limits_from
 from pdtrace.errors import PdtraceError
 from pdtrace.live.stuck import StuckPolicy
 from pdtrace.stopping import StopFlag, stop_on_signals
@@ -34,7 +37,8 @@ def run(config: ProcessConfig) -> None:
                 stop=stop,
                 until_closed=config.until_closed,
                 config=AgentConfig(
-                    stuck=StuckPolicy(deadlines=stage_deadlines(settings.deadlines))
+                    stuck=StuckPolicy(deadlines=stage_deadlines(settings.deadlines)),
+                    slo=limits_from(os.environ),
                 ),
                 http=None if port == NO_AGENT_HTTP else HttpConfig(bind=f"127.0.0.1:{port}"),
             )

@@ -27,6 +27,7 @@ import msgspec
 
 from pdtrace.agent.buckets import duration_edges_from
 from pdtrace.agent.judging import RollingJudge
+from pdtrace.agent.keeping import limits_from
 from pdtrace.agent.loop import Agent, AgentConfig, AgentError
 from pdtrace.agent.summary import AgentSummary
 from pdtrace.agent.tails import DEFAULT_KEEP_RINGS
@@ -196,7 +197,7 @@ def agent_config(
         policy = StuckPolicy(**stuck, deadlines=parse_deadlines(deadlines))
     except ValueError as error:
         raise AgentError(str(error)) from error
-    return AgentConfig(stuck=policy, keep_rings=keep_rings)
+    return AgentConfig(stuck=policy, keep_rings=keep_rings, slo=limits_from(os.environ))
 
 
 def http_config(bind: str | None, *, any_host: bool = False) -> HttpConfig | None:

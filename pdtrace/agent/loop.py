@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from pdtrace import semconv as a
+from pdtrace.agent.keeping import why_keep, with_reason
 from pdtrace.agent.summary import AgentSummary
 from pdtrace.agent.tails import DEFAULT_KEEP_RINGS, RingState, RingTails
 from pdtrace.analysis.recent import recent_requests
@@ -40,6 +41,7 @@ from pdtrace.logtext import one_line
 from pdtrace.otlp.json_lines import SpanHead, decode_heads
 from pdtrace.ring.losses import STATE_NAME, Losses
 from pdtrace.ring.records import StepRecord
+from pdtrace.slo import DEFAULT_SLO, Slo
 from pdtrace.spans import AttrValue, Span
 from pdtrace.stages import ROOT_SPAN
 from pdtrace.stopping import Stop
@@ -96,6 +98,7 @@ class AgentConfig:
     stuck_s        between looks for stuck requests
     max_open       requests in flight; the oldest are given up beyond it
     keep_rings     finished rings that are kept once their requests are delivered, the newest
+    slo            limits; requests that miss one must not be sampled away
     """
 
     poll_s: float = 0.1
@@ -110,6 +113,7 @@ class AgentConfig:
     keep_rings: int = DEFAULT_KEEP_RINGS
     stuck: StuckPolicy = field(default_factory=StuckPolicy)
     steps: StepPolicy = field(default_factory=StepPolicy)
+    slo: Slo = DEFAULT_SLO
 
 
 Judge = Callable[[Sequence[Span]], Mapping[str, AttrValue]]
@@ -499,18 +503,24 @@ class Agent:
                 spans.forget()  # those that wait for an exporter need little memory without
 
     def _judged(self, request: CollectedRequest, spans: Sequence[Span]) -> Sequence[Span]:
-        root = spans[0]
-        if self._judge is None or root.attributes.get(a.SPAN.key) != ROOT_SPAN:
-            return spans
-        try:
-            verdict = self._judge(spans)
-        except Exception as error:  # a bug here costs one verdict
-            self._fault("judging", request, error)
-            return spans
+        """The spans with the verdict on the root, and on each of them why they must be kept."""
+        verdict = self._verdict(request, spans)
+        if (reason := why_keep(spans, verdict, self.config.slo)) is not None:
+            spans = with_reason(spans, reason)
         if not verdict:
             return spans
+        root = spans[0]
         judged = msgspec.structs.replace(root, attributes={**root.attributes, **verdict})
         return [judged, *spans[1:]]
+
+    def _verdict(self, request: CollectedRequest, spans: Sequence[Span]) -> Mapping[str, AttrValue]:
+        if self._judge is None or spans[0].attributes.get(a.SPAN.key) != ROOT_SPAN:
+            return {}
+        try:
+            return self._judge(spans)
+        except Exception as error:  # a bug here costs one verdict
+            self._fault("judging", request, error)
+            return {}
 
     def _learn_from(self, traces: Path) -> None:
         """What is usual, for this agent's verdicts too, from what a former one wrote."""

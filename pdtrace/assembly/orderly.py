@@ -134,6 +134,12 @@ class OrderlySpans(Sequence[Span], SelfEncoding):
             self._root = self._make_root()
         return self._root
 
+    def share(self, key: str, value: AttrValue) -> None:
+        """Each span has the attribute, from now on."""
+        self.identity[key] = value
+        self._root = None
+        self.forget()
+
     def forget(self) -> None:
         """Lets go of the spans that were made; they are made again for who asks."""
         self._all = None

@@ -23,6 +23,7 @@ from pdtrace.assembly.drafts import (
     set_attribute,
 )
 from pdtrace.assembly.evidence import (
+    BEGIN_MARKS,
     REPEATABLE_MARKS,
     REQUEST_MARKS,
     Attempt,
@@ -49,6 +50,7 @@ from pdtrace.spans import AttrValue, Link, Span, SpanKind
 from pdtrace.stages import (
     ATTEMPT_SPAN,
     CHAINS,
+    MARKS,
     OPTIONAL_STAGES,
     ROOT_SPAN,
     STAGE_BY_NAME,
@@ -569,9 +571,14 @@ class _Assembly:
             roles = {leg.process.role for leg in self.evidence.legs}
             drafted = {name for by_name in self.drafts.values() for name in by_name}
             for stage in CHAINS[self.mode]:
+                # One that begins on another host is for whoever has both to tell.
+                begins_here = any(
+                    MARKS[mark].roles & roles for mark in BEGIN_MARKS[self.mode, stage.name]
+                )
                 if (
                     stage.name not in drafted
                     and stage.name not in OPTIONAL_STAGES
                     and stage.roles & roles
+                    and begins_here
                 ):
                     yield f"no {stage.name}"

@@ -16,6 +16,7 @@ import yaml
 from dashboards.names import DIMENSIONS
 from pdtrace import semconv as a
 from pdtrace.agent.buckets import DURATION_EDGES_S, edge_of
+from pdtrace.agent.keeping import TOKEN_GAP_VARIABLE, TTFT_VARIABLE, Reason
 from pdtrace.slo import DEFAULT_SLO
 from pdtrace.stages import Outcome
 from server.config import Settings
@@ -172,17 +173,49 @@ def test_tail_sampling_waits_longer_than_a_request_may_take_and_names_what_exist
     known = {attr.key for attr in a.all_attrs()}
     named = {p[p["type"]]["key"] for p in sampling["policies"] if "key" in p[p["type"]]}
     named |= set(re.findall(r'attributes\["([^"]+)"\]', text))
-    assert {a.OUTCOME.key, a.ATTEMPT.key, a.STALL_STAGE.key, a.TTFT_SECONDS.key} <= named <= known
-    for variable, threshold_s in (
-        ("PD_SLO_TTFT_S", DEFAULT_SLO.ttft_s),
-        ("PD_SLO_TOKEN_GAP_S", DEFAULT_SLO.token_gap_s),
+    assert {a.OUTCOME.key, a.ATTEMPT.key, a.STALL_STAGE.key} <= named <= known
+    for variable, attr, threshold_s in (
+        (TTFT_VARIABLE, a.TTFT_SECONDS, DEFAULT_SLO.ttft_s),
+        (TOKEN_GAP_VARIABLE, a.LONGEST_GAP_SECONDS, DEFAULT_SLO.token_gap_s),
     ):
-        assert f"> ${{env:{variable}:-{threshold_s:g}}}" in text
+        assert f'attributes["{attr.key}"] > ${{env:{variable}:-{threshold_s:g}}}' in text
     outcomes = next(p for p in sampling["policies"] if p["name"] == "not-completed")
     assert set(outcomes["string_attribute"]["values"]) == {outcome.value for outcome in Outcome} - {
         Outcome.COMPLETED.value,
         Outcome.REJECTED.value,
     }
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_a_trace_is_kept_for_what_an_agent_asks_for_and_for_its_reasons(name: str) -> None:
+    asked, *reasons, rest = read(name)["processors"]["tail_sampling"]["policies"]
+    assert asked["string_attribute"]["key"] == a.KEEP.key
+    assert [policy["name"] for policy in reasons] == list(Reason)
+    assert rest["type"] == "probabilistic"
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_each_span_is_stored_by_one_pipeline_and_once(name: str) -> None:
+    """What is asked for past the sampling, the others behind it."""
+    config = read(name)
+    ways = [
+        pipeline
+        for pipeline in config["service"]["pipelines"].values()
+        if set(pipeline["receivers"]) & {"forward", "forward/asked"}
+    ]
+    into = config["service"]["pipelines"]["traces/in"]["exporters"]
+    assert {"forward", "forward/asked"} <= set(into)
+    asked, others = sorted(ways, key=lambda way: "tail_sampling" in way["processors"])
+    assert asked["exporters"] == others["exporters"]
+    dropped = [
+        condition
+        for way in (asked, others)
+        for processor in way["processors"]
+        if processor.startswith("filter/")
+        for condition in config["processors"][processor]["traces"]["span"]
+    ]
+    key = f'attributes["{a.KEEP.key}"]'
+    assert dropped == [f"{key} == nil", f"{key} != nil"]
 
 
 def test_collector_and_jaeger_measure_and_sample_alike() -> None:
@@ -196,7 +229,7 @@ def test_sampler_of_many_hosts_measures_and_samples_as_one_host_does() -> None:
     one, many = read("jaeger.yaml"), read("scale/2-sampler.yaml")
     for part in ("receivers", "connectors"):
         assert one[part] == many[part], part
-    for name in ("tail_sampling", "batch"):
+    for name in ("tail_sampling", "filter/asked", "filter/others", "batch"):
         assert one["processors"][name] == many["processors"][name]
     memory = [config["processors"]["memory_limiter"]["limit_mib"] for config in (one, many)]
     assert memory[0] < memory[1]

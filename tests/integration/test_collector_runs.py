@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
@@ -75,8 +76,18 @@ def requests(fake_pd_server: RunningServer) -> Requests:
 
 
 def of_role(spans: Sequence[Span], role: Role) -> list[Span]:
-    """What its agent would send, were each role on a host of its own."""
-    return [span for span in spans if span.resource.service_name == role.service_name]
+    """What its agent would send, were each role on a host of its own: the gateway's alone knows
+    that a request was late, and asks to keep its part."""
+    mine = [span for span in spans if span.resource.service_name == role.service_name]
+    if role is Role.GATEWAY:
+        return mine
+    return [
+        msgspec.structs.replace(
+            span,
+            attributes={key: span.attributes[key] for key in span.attributes if key != a.KEEP.key},
+        )
+        for span in mine
+    ]
 
 
 def kept(store: Received, spans: Sequence[Span]) -> set[str]:
@@ -195,7 +206,12 @@ def test_sampler_decides_once_about_what_agents_of_four_hosts_send_apart(
             yaml.safe_dump(
                 {
                     "exporters": {"otlp": to_store},
-                    "service": {"pipelines": {"traces/kept": {"exporters": ["otlp"]}}},
+                    "service": {
+                        "pipelines": {
+                            name: {"exporters": ["otlp"]}
+                            for name in ("traces/kept", "traces/asked")
+                        }
+                    },
                 }
             )
         )

@@ -4,6 +4,7 @@ what is measured, and that an alert goes its way."""
 from __future__ import annotations
 
 import json
+import secrets
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -16,15 +17,17 @@ import httpx
 import pytest
 
 from pdtrace import semconv as a
+from pdtrace.agent.keeping import Reason
 from pdtrace.analysis.attributes import text
 from pdtrace.analysis.jaeger import read_jaeger
 from pdtrace.analysis.placement import is_root
 from pdtrace.analysis.sources import read_source
 from pdtrace.analysis.time_range import TraceQuery, instant_text
 from pdtrace.otlp.jaeger_json import decode_jaeger
+from pdtrace.otlp.protobuf import serialize_request
 from pdtrace.slo import DEFAULT_SLO
-from pdtrace.spans import Span
-from pdtrace.stages import CHAINS, STAGE_BY_NAME, Mode
+from pdtrace.spans import Resource, Span, SpanKind, StatusCode
+from pdtrace.stages import ATTEMPT_SPAN, CHAINS, ROOT_SPAN, STAGE_BY_NAME, Mode
 from server.injection.fault import Corrupt, Damage
 from tests.integration.conftest import FAST_FAKE
 from tests.support.injection import clear, inject
@@ -47,6 +50,7 @@ from tests.support.server import RunningServer, running_server
 pytestmark = [pytest.mark.server, pytest.mark.timeout(420)]
 
 HEALTHY = 12
+GAP_MS = 300
 STALL_MS = 1200
 SERVICES = {"pd-gateway", "pd-prefill", "pd-transfer", "pd-decode"}
 CHAIN = [stage.name for stage in CHAINS[Mode.PD]]
@@ -114,6 +118,49 @@ def request_id_of(spans: Sequence[Span]) -> str | None:
     return next((text(s.attributes, a.REQUEST_ID) for s in spans if is_root(s)), None)
 
 
+def recorded_spans(server: RunningServer, request_id: str) -> list[Span]:
+    """What the server's own files have of a request, also where its caller's trace has others."""
+    return [
+        span
+        for trace in read_source(server.run_dir).traces
+        for span in trace.spans
+        if text(span.attributes, a.REQUEST_ID) == request_id
+    ]
+
+
+def place_of(span: Span) -> tuple[str, str, str, str, str]:
+    """Which span, below which, of which process."""
+    resource = span.resource
+    return (
+        *(span.span_id, span.parent_id or "", span.name),
+        *(resource.service_name, resource.instance_id or ""),
+    )
+
+
+def assert_each_has_its_place(spans: Sequence[Span]) -> None:
+    """Every stage below the request, its attempt or the stage that it details, in the service that
+    owns it."""
+    by_id = {span.span_id: span for span in spans}
+    for span in spans:
+        stage = STAGE_BY_NAME.get(text(span.attributes, a.STAGE) or "")
+        if is_root(span):
+            assert (span.kind, span.resource.service_name) == (SpanKind.SERVER, "pd-gateway")
+            continue
+        parent = by_id[span.parent_id or ""]
+        if stage is None:
+            assert span.name == ATTEMPT_SPAN
+            assert is_root(parent)
+            continue
+        assert span.name == stage.name
+        assert span.resource.service_name in {role.service_name for role in stage.roles}
+        assert (span.kind is SpanKind.SERVER) == stage.server
+        if stage.parent == ROOT_SPAN:
+            assert is_root(parent)
+        else:
+            assert parent.name in {ATTEMPT_SPAN, stage.within}
+            assert parent.attributes[a.ATTEMPT.key] == span.attributes[a.ATTEMPT.key]
+
+
 @pytest.mark.parametrize("stage", CHAIN)
 def test_whole_trace_of_a_stalled_request_is_in_jaeger(traffic: Traffic, stage: str) -> None:
     trace = traffic.stack.wait_for_trace(f"in-{stage}")
@@ -122,16 +169,11 @@ def test_whole_trace_of_a_stalled_request_is_in_jaeger(traffic: Traffic, stage: 
     ids = {span["spanID"] for span in trace["spans"]}
     roots = [span for span in trace["spans"] if not span["references"]]
     assert len(roots) == 1
-    for span in trace["spans"]:
-        for reference in span["references"]:
-            if reference["refType"] == "CHILD_OF":
-                assert reference["spanID"] in ids
-    names = {span["operationName"] for span in trace["spans"]}
-    assert set(CHAIN) <= names
-    for span in trace["spans"]:
-        service = trace["processes"][span["processID"]]["serviceName"]
-        known = STAGE_BY_NAME.get(span["operationName"])
-        assert known is None or service in {role.service_name for role in known.roles}
+    spans = spans_of(trace)
+    assert set(CHAIN) <= {span.name for span in spans}
+    assert_each_has_its_place(spans)
+    recorded = recorded_spans(traffic.server, f"in-{stage}")
+    assert sorted(map(place_of, spans)) == sorted(map(place_of, recorded))
     blamed = STAGE_BY_NAME[tags(roots[0])["pd.stall.stage"]]
     assert stage in {blamed.name, blamed.within}
 
@@ -204,32 +246,118 @@ def test_exemplars_lead_to_traces_that_are_there(traffic: Traffic) -> None:
     wait_for(lambda: any(led_to(agents).values()), "a trace behind an exemplar of the agent")
 
 
+def test_gap_that_the_client_saw_is_kept_without_a_verdict(traffic: Traffic) -> None:
+    """Shorter than what a worker records as a gap of its own, above the limit all the same. There
+    is no verdict on a generation that is over twice as long as any other."""
+
+    def gaps_alone() -> list[Span] | None:
+        request_id = f"gaps-{secrets.token_hex(4)}"
+        gaps = f"decode.gap={GAP_MS}"
+        answer = complete(traffic.server, request_id, stalls=gaps, stream=True, max_tokens=16)
+        assert answer.status_code == 200
+        spans = spans_of(traffic.stack.wait_for_trace(request_id))
+        recorded = recorded_spans(traffic.server, request_id)
+        assert sorted(map(place_of, spans)) == sorted(map(place_of, recorded))
+        # On a busy machine another stage may be slow.
+        [root] = [span for span in spans if is_root(span)]
+        return None if a.STALL_STAGE.key in root.attributes else spans
+
+    spans = wait_for(gaps_alone, "a request with gaps and without a verdict")
+    [root] = [span for span in spans if is_root(span)]
+    longest_s = root.attributes[a.LONGEST_GAP_SECONDS.key]
+    assert isinstance(longest_s, float)
+    assert longest_s > DEFAULT_SLO.token_gap_s
+    assert {span.attributes[a.KEEP.key] for span in spans} == {Reason.SLO_MISSED}
+
+
+def test_sampler_keeps_what_nobody_asks_for_by_each_of_its_policies(traffic: Traffic) -> None:
+    """Spans of others, and parts of requests whose agents know less."""
+    ttft_s, gap_s = DEFAULT_SLO.ttft_s, DEFAULT_SLO.token_gap_s
+    outcomes = ("failed", "cancelled", "timed_out", "lost")
+    status = "error, by its status"
+    kept: dict[str, dict[str, Any]] = {
+        **{outcome: {a.OUTCOME.key: outcome} for outcome in outcomes},
+        "error": {status: True},
+        "error of another": {status: True, a.OUTCOME.key: "completed"},
+        "retried": {a.ATTEMPT.key: 2},
+        "stalled": {a.STALL_STAGE.key: "transfer"},
+        "incomplete": {a.INCOMPLETE.key: "no completed mark"},
+        "impossible": {a.VIOLATION.key: "ends 1 ms before it begins"},
+        "late": {a.STREAM.key: True, a.TTFT_SECONDS.key: ttft_s + 0.01},
+        "gaps": {a.LONGEST_GAP_SECONDS.key: gap_s + 0.01},
+    }
+    dropped: dict[str, dict[str, Any]] = {
+        "normal": {
+            a.OUTCOME.key: "completed", a.ATTEMPT.key: 1, a.STREAM.key: True,
+            a.TTFT_SECONDS.key: ttft_s, a.LONGEST_GAP_SECONDS.key: gap_s,
+        },
+        "late in one piece": {a.STREAM.key: False, a.TTFT_SECONDS.key: ttft_s + 0.01},
+        "rejected": {status: True, a.OUTCOME.key: "rejected"},
+    }  # fmt: skip
+    asked = {"asked": {a.KEEP.key: Reason.SLO_MISSED.value}}
+    ids = {name: secrets.token_hex(16) for name in (*kept, *dropped, *asked)}
+    resource = Resource(attributes={"service.name": "of-others"})
+    spans = [
+        Span(
+            ids[name], secrets.token_hex(8), None, name, SpanKind.INTERNAL,
+            time.time_ns() - 1_000_000, time.time_ns(), resource,
+            {key: value for key, value in own.items() if key != status},
+            status=StatusCode.ERROR if status in own else StatusCode.UNSET,
+        )
+        for name, own in {**asked, **kept, **dropped}.items()
+    ]  # fmt: skip
+    # The rest of a trace whose request is kept: what its caller recorded.
+    caller = Span(
+        ids["asked"], secrets.token_hex(8), None, "caller", SpanKind.CLIENT,
+        spans[0].start_ns, spans[0].end_ns, resource,
+    )  # fmt: skip
+    sent = httpx.post(
+        f"{traffic.stack.otlp}/v1/traces",
+        content=serialize_request([*spans, caller]),
+        headers={"Content-Type": "application/x-protobuf"},
+        trust_env=False,
+    )
+    assert sent.status_code == 200, sent.text
+
+    def stored() -> dict[str, list[str]]:
+        return {name: traffic.stack.span_names(trace_id) for name, trace_id in ids.items()}
+
+    # They came together, and so they are decided together.
+    wait_for(lambda: all(stored()[name] for name in kept), "all that is kept")
+    wait_for(lambda: len(stored()["asked"]) == 2, "the span of its caller")
+    assert sorted(stored()["asked"]) == ["asked", "caller"]
+    assert {name for name, names in stored().items() if names} == {*kept, *asked}
+
+
+def points(stack: RealStack, service: str, kind: str, **more: str) -> list[float]:
+    """What Jaeger's Monitor draws above 0."""
+    answer = stack.get(
+        *("jaeger", f"/api/metrics/{kind}"), service=service, endTs=int(time.time() * 1000),
+        lookback=3_600_000, step=5_000, ratePer=60_000, **more,
+    )  # fmt: skip
+    return [
+        value
+        for metric in answer["metrics"]
+        for point in metric["metricPoints"]
+        if (value := point["gaugeValue"]["doubleValue"]) not in {"NaN", None} and value > 0
+    ]
+
+
 @pytest.mark.parametrize("service", sorted(SERVICES))
 def test_monitor_answers_for_each_service(traffic: Traffic, service: str) -> None:
-    def points(kind: str, **more: str) -> list[float]:
-        answer = traffic.stack.get(
-            *("jaeger", f"/api/metrics/{kind}"), service=service, endTs=int(time.time() * 1000),
-            lookback=3_600_000, step=5_000, ratePer=60_000, **more,
-        )  # fmt: skip
-        return [
-            value
-            for metric in answer["metrics"]
-            for point in metric["metricPoints"]
-            if (value := point["gaugeValue"]["doubleValue"]) not in {"NaN", None} and value > 0
-        ]
-
     def points_while_asked(kind: str, **more: str) -> list[float]:
         """A rate needs a counter that grows while Prometheus looks."""
         assert complete(traffic.server, "more").status_code == 200
-        return points(kind, **more)
+        return points(traffic.stack, service, kind, **more)
 
     wait_for(lambda: points_while_asked("calls"), f"request rate of {service}")
     latencies = wait_for(
         lambda: points_while_asked("latencies", quantile="0.95"), f"latency of {service}"
     )
     assert all(0 < value < 60_000 for value in latencies)
-    # Nothing failed: an answer without a point above 0.
-    assert points("errors") == []
+    # Nothing failed: an answer without a point above 0. Where something does, there is one:
+    # test_monitor_counts_what_failed.
+    assert points(traffic.stack, service, "errors") == []
 
 
 def test_pdtrace_reads_jaeger(traffic: Traffic) -> None:
@@ -270,7 +398,8 @@ def test_slo_of_a_recording_and_of_what_jaeger_kept_of_it(traffic: Traffic, tmp_
     API and in files that were saved from it."""
     stack, url = traffic.stack, traffic.stack.urls["jaeger"]
     everywhere = stack.wait_for_trace("everywhere")  # decided after the others
-    until = instant_text(1_000 * (min(span["startTime"] for span in everywhere["spans"]) + 1))
+    until_us = min(span["startTime"] for span in everywhere["spans"]) + 1
+    until = instant_text(1_000 * until_us)
     whole = slo_of(traffic.server.run_dir, "--until", until)
     assert (whole["requests"], whole["warnings"]) == (traffic.asked, [])
     assert whole["gaps_seen_by_worker"] == 0  # the gateway recorded them
@@ -308,7 +437,8 @@ def test_slo_of_a_recording_and_of_what_jaeger_kept_of_it(traffic: Traffic, tmp_
         (tmp_path / name).write_bytes(stack.client.get(f"{url}{path}").content)
         ours = parts_of("everywhere", traffic.server.run_dir)
         assert parts_of("everywhere", tmp_path / name) == ours
-    search = stack.client.get(f"{url}/api/traces", params={"service": "pd-gateway", "limit": 500})
+    wanted = {"service": "pd-gateway", "limit": 500, "start": 0, "end": until_us}
+    search = stack.client.get(f"{url}/api/traces", params=wanted)
     (tmp_path / "search.json").write_bytes(search.content)
     from_file = slo_of(tmp_path / "search.json", "--until", until)
     assert "NOT of all requests" in " ".join(from_file.pop("warnings"))
@@ -322,6 +452,57 @@ def parts_of(request_id: str, source: Path | str) -> list[tuple[str, int]]:
     assert shown.returncode == 0, shown.stderr
     [request] = json.loads(shown.stdout)["requests"]
     return [(part["stage"], part["ns"]) for part in request["parts"]]
+
+
+def test_monitor_counts_what_failed(traffic: Traffic) -> None:
+    inject(traffic.server, Corrupt(copy=Damage.SHORT, count=None))
+
+    def errors_while_failing() -> list[float]:
+        assert complete(traffic.server, "fails").status_code >= 500
+        return points(traffic.stack, "pd-gateway", "errors")
+
+    shares = wait_for(errors_while_failing, "errors of pd-gateway")
+    clear(traffic.server)
+    assert all(0 < share <= 1 for share in shares)
+
+
+def test_what_goes_wrong_late_in_a_callers_trace_is_kept_whole(traffic: Traffic) -> None:
+    """Requests of one trace, one after the other: when the last ones come, "no" was decided."""
+    server, stack = traffic.server, traffic.stack
+    early = "otelcol_processor_tail_sampling_early_releases_from_cache_decision_total"
+    dropped_late = f'sum({early}{{sampled="false"}})'
+
+    def undisturbed() -> str:
+        """A trace that dropped what came after its decision. On a busy machine a request may be
+        slow though nobody held it up: then its trace is kept, and another one is tried."""
+        before = stack.value(dropped_late) or 0
+        trace_id = secrets.token_hex(16)
+        while not stack.span_names(trace_id):
+            assert complete(server, "fine", parent=parent(trace_id)).status_code == 200
+            if (stack.value(dropped_late) or 0) > before:
+                return trace_id
+        return ""
+
+    def parent(trace_id: str) -> str:
+        return f"00-{trace_id}-{secrets.token_hex(8)}-01"
+
+    trace_id = wait_for(undisturbed, "a trace of which nothing is kept", timeout_s=180.0)
+    gaps = f"decode.gap={GAP_MS}"
+    with_gaps = complete(server, "late-gaps", parent=parent(trace_id), stalls=gaps, stream=True)
+    assert with_gaps.status_code == 200
+    inject(server, Corrupt(copy=Damage.SHORT, count=None))
+    failed = complete(server, "late-failed", parent=parent(trace_id))
+    clear(server)
+    assert failed.status_code >= 500
+
+    for request_id in ("late-gaps", "late-failed"):
+        spans = spans_of(stack.wait_for_trace(request_id))
+        mine = [s for s in spans if text(s.attributes, a.REQUEST_ID) == request_id]
+        assert {span.trace_id for span in spans} == {trace_id}
+        assert {span.resource.service_name for span in mine} == SERVICES
+        recorded = recorded_spans(server, request_id)
+        assert sorted(map(place_of, mine)) == sorted(map(place_of, recorded))
+        assert "fine" not in {text(span.attributes, a.REQUEST_ID) for span in spans}
 
 
 def test_failed_cancelled_retried_and_lost_requests_are_kept(traffic: Traffic) -> None:

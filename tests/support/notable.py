@@ -15,7 +15,7 @@ def is_notable(spans: Sequence[Span]) -> bool:
     for span in spans:
         own = span.attributes
         odd = (a.STALL_STAGE, a.INCOMPLETE, a.VIOLATION)
-        ttft_s, gap_s = own.get(a.TTFT_SECONDS.key, 0.0), own.get(a.GAP_SECONDS.key, 0.0)
+        ttft_s, gap_s = own.get(a.TTFT_SECONDS.key, 0.0), own.get(a.LONGEST_GAP_SECONDS.key, 0.0)
         assert isinstance(ttft_s, float)
         assert isinstance(gap_s, float)
         if (

@@ -50,6 +50,7 @@ class RealStack:
     folder: Path
     client: httpx.Client
     urls: dict[str, str]
+    otlp: str
 
     def get(self, program: str, path: str, **parameters: Any) -> Any:
         """JSON of an answer 200."""
@@ -66,6 +67,13 @@ class RealStack:
         """The one trace of a request, once it is stored."""
         [trace] = wait_for(lambda: self.jaeger_traces(request_id), f"trace of {request_id}")
         return trace
+
+    def span_names(self, trace_id: str) -> list[str]:
+        """Of what is stored of a trace; none where nothing is."""
+        answer = self.client.get(f"{self.urls['jaeger']}/api/traces/{trace_id}")
+        assert answer.status_code in {200, 404}, answer.text
+        traces = answer.json()["data"] or ()
+        return [span["operationName"] for trace in traces for span in trace["spans"]]
 
     def query(self, promql: str) -> list[dict[str, Any]]:
         """An instant query's series."""
@@ -94,10 +102,12 @@ def real_stack(folder: Path, *options: str) -> Generator[RealStack]:
         cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert started.returncode == 0, started.stderr
-    programs = json.loads(started.stdout)["programs"]
+    state = json.loads(started.stdout)
+    programs = state["programs"]
     try:
         with httpx.Client(timeout=30.0, trust_env=False) as client:
-            yield RealStack(folder, client, {one["name"]: one["url"] for one in programs})
+            urls = {one["name"]: one["url"] for one in programs}
+            yield RealStack(folder, client, urls, state["otlp"])
     finally:
         subprocess.run(
             [*command, "down", "--dir", str(folder)],
@@ -154,11 +164,14 @@ def complete(
     max_tokens: int = 6,
     stream: bool = False,
     timeout_s: float = 60.0,
+    parent: str | None = None,
 ) -> httpx.Response:
-    """One request; `stalls` as the header X-PD-Faults."""
+    """One request; `stalls` as the header X-PD-Faults, `parent` as traceparent."""
     headers = {"X-Request-Id": request_id}
     if stalls is not None:
         headers["X-PD-Faults"] = stalls
+    if parent is not None:
+        headers["traceparent"] = parent
     body = {
         "model": server.model,
         "prompt": "one two three four five six",

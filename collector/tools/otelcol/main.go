@@ -10,6 +10,7 @@ import (
 	"github.com/open-telemetry/opentelemetry-collector-contrib/exporter/kafkaexporter"
 	"github.com/open-telemetry/opentelemetry-collector-contrib/exporter/prometheusexporter"
 	"github.com/open-telemetry/opentelemetry-collector-contrib/extension/healthcheckv2extension"
+	"github.com/open-telemetry/opentelemetry-collector-contrib/processor/filterprocessor"
 	"github.com/open-telemetry/opentelemetry-collector-contrib/processor/tailsamplingprocessor"
 	"go.opentelemetry.io/collector/component"
 	"go.opentelemetry.io/collector/confmap"
@@ -45,6 +46,7 @@ func components() (otelcol.Factories, error) {
 		Receivers:  byType[receiver.Factory](otlpreceiver.NewFactory()),
 		Processors: byType[processor.Factory](
 			batchprocessor.NewFactory(),
+			filterprocessor.NewFactory(),
 			memorylimiterprocessor.NewFactory(),
 			tailsamplingprocessor.NewFactory(),
 		),

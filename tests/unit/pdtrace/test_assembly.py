@@ -919,3 +919,24 @@ def test_any_subset_of_a_real_request_makes_sound_spans(
     moments = [m for i, m in enumerate(pd_moments(mode)) if i in kept and m[2] < stop_us]
     moments.append(completed(stop_us, outcome, "x", "gateway", None))
     check_sound(request_of(moments))
+
+
+@pytest.mark.parametrize(
+    "here",
+    [
+        {GATEWAY},
+        {GATEWAY, PREFILL},
+        {GATEWAY, DECODE},
+        {GATEWAY, PREFILL, TRANSFER},
+        {GATEWAY, TRANSFER, DECODE},
+    ],
+)
+def test_what_other_hosts_have_is_not_missing(here: set[Role]) -> None:
+    """Where each host has an agent, none has all marks. A stage that could be told by the marks
+    that are here, and is not, is missing."""
+    moments = [moment for moment in pd_moments() if moment[0] in here]
+    root = assemble(request_of(moments))[0]
+    assert a.INCOMPLETE.key not in root.attributes
+    assert root.attributes[a.OUTCOME.key] == "completed"
+    without = [moment for moment in moments if moment[1] is not Mark.ROUTED]
+    assert "no gateway.route" in str(assemble(request_of(without))[0].attributes[a.INCOMPLETE.key])
