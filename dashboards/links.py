@@ -70,5 +70,7 @@ def in_jaeger(trace_id: str) -> Link:
 
 def alert_url(uid: str, panel_id: int, **labels: str) -> str:
     """Where an alert leads: the panel that shows it, with its labels as variables."""
-    chosen = "".join(f"&var-{name}={value}" for name, value in labels.items())
+    chosen = "".join(
+        f"&var-{name}={value.replace(' }}', ' | urlquery }}')}" for name, value in labels.items()
+    )
     return f"/d/{uid}?viewPanel={panel_id}{chosen}"

@@ -24,21 +24,25 @@ TICKET_BURNS = (("1d", "2h", 3.0), ("3d", "6h", 1.0))
 """Long window, short window, burn rate: 2, 5, 10 and 10 % of a budget of 30 days (the SRE
 workbook's table)."""
 
-LEAST_EVENTS = 20
-"""Fewer in the long window than this are no rate."""
+LEAST_FINISHED = 20
+"""Fewer requests than this need no span metrics."""
 LEAST_RECENT, LEAST_BEFORE = 5, 20
 """Fewer of a stage than this, in the recent window and in its baseline, are no mean."""
 STALLED_TIMES = 5
 STALLED_ABOVE_S = 0.1
 """A stage is stalled when its mean is so many times its baseline, and so much above it."""
+LEAST_SLOW = 3
+"""Longer than STALLED_ABOVE_S: one request alone can move a mean."""
 STALLING_SHARE, STALLING_LEAST = 0.1, 5
 
 SILENT_S = 10
 """How long a process that lives may go without its loop going round."""
 WAITING_EACH, IDLE_EACH = 2.0, 0.25
 """Requests that wait for each worker of a pool: too many, and next to none."""
+STARTING = "10m"
+"""How long a new process may take until it is ready: it loads its model."""
 LAG_S, POLL_AGE_S = 5, 10
-INCOMPLETE_SHARE = 0.01
+INCOMPLETE_SHARE, LEAST_INCOMPLETE = 0.01, 2
 
 
 class Severity(StrEnum):
@@ -91,7 +95,7 @@ class Alert:
             "summary": self.summary,
             "description": self.description,
             "dashboard": links.alert_url(self.board, self.panel_id, **dict(self.chosen)),
-            "runbook": f"docs/alerts/{self.name}.md",
+            "runbook_url": f"docs/alerts/{self.name}.md",
         }
 
 
@@ -124,7 +128,7 @@ def _burns(slo: Slo, timing: Timing) -> list[Alert]:
             ("Fast", Severity.PAGE, PAGE_BURNS, "2m"),
             ("Slow", Severity.TICKET, TICKET_BURNS, "15m"),
         ):
-            worst = burns[0][2]
+            rates = " or ".join(f"{rate:g} times over {long}" for long, _, rate in burns)
             made.append(
                 Alert(
                     name=f"{_BURN_NAMES[objective.key]}BudgetBurn{kind}",
@@ -134,8 +138,8 @@ def _burns(slo: Slo, timing: Timing) -> list[Alert]:
                     keep=timing.hold("5m"),
                     summary=f"{_MODEL} uses up its budget for {objective.title} "
                     + ("in days" if kind == "Fast" else "within the month"),
-                    description=f"{objective.promise} What misses it does so at "
-                    f"{worst:g} times the rate that the budget allows, or nearly so for longer.",
+                    description=f"{objective.promise} More miss it than the budget allows: "
+                    f"{rates}.",
                     board=links.OVERVIEW,
                     panel=rec.burn_panel(objective),
                     chosen=((v.MODEL, _MODEL),),
@@ -145,14 +149,21 @@ def _burns(slo: Slo, timing: Timing) -> list[Alert]:
 
 
 def _burn(objective: rec.Objective, long: str, short: str, rate: float) -> str:
-    """Both windows burn, and enough happened for a rate. The short one ends the alert soon."""
+    """Both windows burn, and not with a handful of misses. The short one ends the alert soon."""
     slo = queries.equal("slo", objective.key)
     limit = f"{rate:g} * {objective.budget:g}"
+    missed = queries.series(rec.error_ratio(long), slo)
     return (
-        f"({queries.series(rec.error_ratio(long), slo)} > {limit}"
+        f"({missed} > {limit}"
         f"\n  and {queries.series(rec.error_ratio(short), slo)} > {limit}"
-        f"\n  and {queries.series(rec.events(long), slo)} >= {LEAST_EVENTS})"
+        f"\n  and {missed} * {queries.series(rec.events(long), slo)} >= "
+        f"{_at_least(objective.least_missed)})"
     )
+
+
+def _at_least(count: int) -> str:
+    """A limit for a count that is worked out: it is a little more or less than a whole number."""
+    return f"{count - 0.5:g}"
 
 
 # -- stages ----------------------------------------------------------------------------------------
@@ -167,9 +178,15 @@ def _enough(histogram: str, by: tuple[str, ...], timing: Timing) -> str:
     recent = queries.number(count, by, timing.window(rec.RECENT))
     baseline, age = timing.window(rec.BASELINE), timing.window(rec.BASELINE_AGE)
     before = queries.total(f"increase({count}[{baseline}] offset {age})", by)
+    short = queries.equal("le", queries.edge_label(STALLED_ABOVE_S))
+    within = queries.number(
+        queries.series(f"{histogram}_bucket", short), by, timing.window(rec.RECENT)
+    )
+    on = f"on ({', '.join(by)})"
     return (
-        f"  and on ({', '.join(by)}) {recent} >= {LEAST_RECENT}\n"
-        f"  and on ({', '.join(by)}) {before} >= {LEAST_BEFORE}"
+        f"  and {on} {recent} >= {_at_least(LEAST_RECENT)}\n"
+        f"  and {on} {recent} - {within} >= {_at_least(LEAST_SLOW)}\n"
+        f"  and {on} {before} >= {_at_least(LEAST_BEFORE)}"
     )
 
 
@@ -220,7 +237,7 @@ def _stalling(timing: Timing) -> Alert:
     finished = queries.number(names.FINISHED, (), window)
     return Alert(
         name="PDRequestsStalling",
-        expr=f"{stalls} >= {STALLING_LEAST}\n"
+        expr=f"{stalls} >= {_at_least(STALLING_LEAST)}\n"
         f"  and {stalls} / scalar({finished}) > {STALLING_SHARE:g}",
         severity=Severity.TICKET,
         hold=timing.hold("2m"),
@@ -253,7 +270,8 @@ def _oldest(slo: Slo, timing: Timing) -> Alert:
         severity=Severity.PAGE,
         hold=timing.hold("1m"),
         keep=timing.hold("1m"),
-        summary="A request has been in {{ $labels.stage }} for too long",
+        summary="A request has been in {{ $labels.stage }} for too long"
+        "{{ with $labels.worker }} on {{ . }}{{ end }}",
         description=f"Older in its stage than {slo.oldest_s:g} s ({slo.oldest_generate_s:g} s in "
         f"{GENERATE}). Such a request has no trace yet.",
         board=links.STAGES,
@@ -273,7 +291,10 @@ def _processes(timing: Timing) -> tuple[Alert, ...]:
     lost = queries.highest(
         queries.series(names.PROCESS_STATE, queries.equal("state", ProcessState.LOST.value)), owner
     )
-    ready = f"min by (role, instance) ({names.PROCESS_READY})"
+    ready = names.PROCESS_READY
+    starting = timing.window(STARTING)
+    was_ready = queries.highest(f"max_over_time({ready}[{starting}])", owner)
+    was_there = queries.highest(f"{ready} offset {starting}", owner)
     return (
         Alert(
             name="PDWorkerNotProgressing",
@@ -291,13 +312,16 @@ def _processes(timing: Timing) -> tuple[Alert, ...]:
         ),
         Alert(
             name="PDProcessDown",
-            expr=f"{lost} == 1\nor\n{ready} == 0",
+            expr=f"{lost} == 1\nor\n(min by (role, instance) ({ready}) == 0\n"
+            # One that is new has yet to load its model.
+            f"  unless ({was_ready} == 0 unless {was_there}))",
             severity=Severity.PAGE,
             hold=timing.hold("1m"),
             keep=timing.hold("0s"),
             summary="{{ $labels.instance }} is lost or not ready",
             description="It was killed and nothing took its place, or the gateway gives it no "
-            "requests.",
+            f"requests. A new one has {STARTING} to become ready; one that was told to stop is not "
+            "missed.",
             board=links.OVERVIEW,
             panel="Processes",
             worker="{{ $labels.instance }}",
@@ -334,7 +358,7 @@ def _balance(timing: Timing) -> Alert:
         severity=Severity.TICKET,
         hold=timing.hold("10m"),
         keep=timing.hold("5m"),
-        summary="Requests queue in {{ $labels.stage }} while the other pool is idle",
+        summary="Requests queue in {{ $labels.stage }} and none for the other pool",
         description=f"On average over 5m more than {WAITING_EACH:g} requests wait for each worker "
         f"of one pool, and less than {IDLE_EACH:g} for each of the other.",
         board=links.STAGES,
@@ -400,6 +424,11 @@ def _telemetry(timing: Timing) -> tuple[Alert, ...]:
     window = timing.window("10m")
     finished = queries.number(names.FINISHED, (), window)
     root_calls = queries.series(names.SPAN_CALLS, *names.ROOT)
+    # A rate does not see what a series begins with: after a start that may be all there is.
+    arrived = (
+        f"sum (rate({root_calls}[{window}])) > 0 "
+        f"or count ({root_calls} unless {root_calls} offset {window}) > 0"
+    )
     dropped = queries.number(names.AGENT_DROPPED, ("instance", "reason"), window)
     unwritten = queries.number(names.AGENT_LINES_LOST, ("instance",), window)
     faults = queries.number(names.AGENT_ERRORS, ("instance",), window)
@@ -427,7 +456,7 @@ def _telemetry(timing: Timing) -> tuple[Alert, ...]:
         ),
         Alert(
             name="PDSpanMetricsMissing",
-            expr=f"{finished} > {LEAST_EVENTS} unless (sum (rate({root_calls}[{window}])) > 0)",
+            expr=f"{finished} > {LEAST_FINISHED} unless ({arrived})",
             severity=Severity.TICKET,
             hold=timing.hold("5m"),
             keep=timing.hold("0s"),
@@ -451,13 +480,14 @@ def _telemetry(timing: Timing) -> tuple[Alert, ...]:
         ),
         Alert(
             name="PDRequestsIncomplete",
-            expr=f"{incomplete} > 1 and {incomplete} / {ended} > {INCOMPLETE_SHARE:g}",
+            expr=f"{incomplete} >= {_at_least(LEAST_INCOMPLETE)} "
+            f"and {incomplete} / {ended} > {INCOMPLETE_SHARE:g}",
             severity=Severity.TICKET,
             hold=timing.hold("2m"),
             keep=timing.hold("5m"),
             summary="Traces of the agent {{ $labels.instance }} lack something",
-            description=f"Of more than {INCOMPLETE_SHARE:.0%} of the requests that finished within "
-            "10m some marks are missing. Verdicts on them are uncertain.",
+            description=f"Some marks of more than {INCOMPLETE_SHARE:.0%} of the requests that "
+            "finished within 10m are missing. Verdicts on them are uncertain.",
             board=links.OVERVIEW,
             panel="Incomplete requests",
         ),

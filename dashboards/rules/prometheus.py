@@ -24,7 +24,7 @@ def rule_file(
     groups: list[dict[str, object]] = [
         {
             "name": group,
-            "interval": timing.hold(timing.interval) if timing.scale < 1 else timing.interval,
+            "interval": timing.every,
             "rules": [
                 {
                     "record": recording.name,
@@ -39,7 +39,7 @@ def rule_file(
     groups.append(
         {
             "name": "pdtrace-alerts",
-            "interval": timing.hold(timing.interval) if timing.scale < 1 else timing.interval,
+            "interval": timing.every,
             "rules": [_alert(alert) for alert in alerts],
         }
     )

@@ -17,6 +17,9 @@ BURN_WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
 LONG_WINDOWS = ("1h", "6h", "1d", "3d")
 """Those in which enough must have happened for an alert."""
 
+LEAST_REQUESTS_MISSED, LEAST_GAPS_MISSED = 5, 50
+"""One slow answer has many gaps."""
+
 RECENT, BASELINE = "5m", "6h"
 BASELINE_AGE = "10m"
 """How far a baseline keeps from now, so that what is being judged is not in it."""
@@ -46,6 +49,8 @@ class Objective:
 
     key      label value `slo`
     budget   share that may miss it
+    least_missed  fewer misses in the long window alert nobody: of little traffic one is a large
+             share
     histogram, threshold_s, matcher  what is measured; without a histogram, counted by outcome
     """
 
@@ -53,6 +58,7 @@ class Objective:
     title: str
     promise: str
     budget: float
+    least_missed: int
     histogram: str | None = None
     threshold_s: float = 0.0
     matcher: str = ""
@@ -79,9 +85,10 @@ def objectives(slo: Slo) -> tuple[Objective, ...]:
         Objective(
             key="ttft",
             title="time to first token",
-            promise=f"{slo.ttft_objective:.4g} of streams have their first token within "
-            f"{slo.ttft_s:g} s.",
+            promise=f"{_percent(slo.ttft_objective)} of streams are to have their first token "
+            f"within {slo.ttft_s:g} s.",
             budget=round(1 - slo.ttft_objective, 9),
+            least_missed=LEAST_REQUESTS_MISSED,
             histogram=names.GATEWAY_TTFT,
             threshold_s=slo.ttft_s,
             matcher=names.STREAMED,
@@ -89,20 +96,26 @@ def objectives(slo: Slo) -> tuple[Objective, ...]:
         Objective(
             key="token_gap",
             title="gap between tokens",
-            promise=f"{slo.token_gap_objective:.4g} of gaps between tokens are at most "
+            promise=f"{_percent(slo.token_gap_objective)} of gaps between tokens are to be at most "
             f"{slo.token_gap_s:g} s.",
             budget=round(1 - slo.token_gap_objective, 9),
+            least_missed=LEAST_GAPS_MISSED,
             histogram=names.GATEWAY_GAP,
             threshold_s=slo.token_gap_s,
         ),
         Objective(
             key="errors",
             title="errors",
-            promise=f"{slo.error_objective:.4g} of requests that were admitted and not cancelled "
-            "are completed.",
+            promise=f"{_percent(slo.error_objective)} of requests that are admitted and not "
+            "cancelled are to be completed.",
             budget=round(1 - slo.error_objective, 9),
+            least_missed=LEAST_REQUESTS_MISSED,
         ),
     )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.6g} %"
 
 
 def burn_panel(objective: Objective) -> str:

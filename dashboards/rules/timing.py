@@ -27,13 +27,15 @@ def duration(total_s: int) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """
-    scale     what every nominal duration is multiplied by
-    least_s   shortest window: four scrapes, so that a rate has samples
-    interval  between two evaluations, nominal
+    scale         what every nominal duration is multiplied by
+    least_s       shortest window: four scrapes, so that a rate has samples
+    least_hold_s  shortest wait, of what waits at all
+    interval      between two evaluations, nominal
     """
 
     scale: float = 1.0
     least_s: int = 20
+    least_hold_s: int = 1
     interval: str = "30s"
 
     def window(self, nominal: str) -> str:
@@ -42,7 +44,13 @@ class Timing:
 
     def hold(self, nominal: str) -> str:
         """How long a condition has to hold; may be nothing."""
-        return duration(round(seconds(nominal) * self.scale))
+        nominal_s = seconds(nominal)
+        return duration(nominal_s and max(self.least_hold_s, round(nominal_s * self.scale)))
+
+    @property
+    def every(self) -> str:
+        """From one evaluation to the next, a second at least: 0 would be Prometheus's default."""
+        return duration(max(1, round(seconds(self.interval) * self.scale)))
 
 
 NOMINAL = Timing()

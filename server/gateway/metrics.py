@@ -34,6 +34,7 @@ BUCKETS_S = duration_edges_from(os.environ)
 
 MEASURED_STAGES = ("gateway.ingest", "gateway.queue", "gateway.route", "gateway.dispatch")
 
+_LEAVING = (MemberState.DRAINING, MemberState.LEFT)
 _STREAMED = {True: "true", False: "false"}
 
 _logger = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class GatewayMetrics:
         ).labels(pdtrace.__version__).set(1)
         self._up = Gauge(
             "pd_process_ready",
-            "1 when a process can take part in a generation.",
+            "1 when a process can take part in a generation; none of one that was told to stop.",
             ("role", "instance"),
             registry=self.registry,
         )
@@ -273,7 +274,8 @@ class GatewayMetrics:
                 _logger.exception("a metric could not be recorded; further ones are only counted")
 
     def _refresh_members(self) -> None:
-        reports = list(self._members())
+        # Who was told to stop is not missed: it is not there, rather than not ready.
+        reports = [report for report in self._members() if report.state not in _LEAVING]
         current = {(report.role, report.instance) for report in reports}
         for gone in self._instances - current:
             self._up.remove(*gone)

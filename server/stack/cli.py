@@ -68,7 +68,11 @@ def up(
     ] = ONE_AGENT_WAIT,
     rules: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Further Prometheus rules; may be given again."),
+        typer.Option(
+            metavar="FILE",
+            help="Further Prometheus rules; may be given again. A file called pdtrace.rules.yml "
+            "takes the place of the shipped one.",
+        ),
     ] = None,
     webhook: Annotated[
         str | None, typer.Option(metavar="URL", help="Where Alertmanager sends alerts.")

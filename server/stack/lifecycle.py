@@ -45,7 +45,7 @@ _FILES = ("jaeger.yaml", "prometheus.yml")
 class StackSettings:
     """What `stack up` was asked for.
 
-    rules    rule files beside the generated ones
+    rules    rule files beside the generated ones; one of the same name takes its place
     webhook  where Alertmanager sends alerts
     """
 
@@ -124,7 +124,10 @@ def _write_files(settings: StackSettings, folder: Path) -> None:
             shutil.copyfile(COLLECTOR / name, folder / name)
         alertmanager = (COLLECTOR / "alertmanager.yml").read_text()
         generated = sorted(RULES.glob("*.yml")) if RULES.is_dir() else []
-        for number, path in enumerate((*generated, *settings.rules)):
+        # Both would record the same series, each its own values.
+        own = {path.name for path in settings.rules}
+        kept = (path for path in generated if path.name not in own)
+        for number, path in enumerate((*kept, *settings.rules)):
             shutil.copyfile(path, folder / "rules" / f"{number}-{path.stem}.yml")
     except OSError as error:
         raise StartError(f"{error.filename}: {error.strerror}") from error

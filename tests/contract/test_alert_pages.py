@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 def page(alert: Alert) -> str:
-    return (DOCS.parent / alert.annotations["runbook"]).read_text()
+    return (DOCS.parent / alert.annotations["runbook_url"]).read_text()
 
 
 def test_pages_are_of_the_alerts_that_there_are() -> None:

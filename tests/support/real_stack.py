@@ -50,6 +50,7 @@ class RealStack:
     folder: Path
     client: httpx.Client
     urls: dict[str, str]
+    pids: dict[str, int]
     otlp: str
 
     def get(self, program: str, path: str, **parameters: Any) -> Any:
@@ -107,7 +108,8 @@ def real_stack(folder: Path, *options: str) -> Generator[RealStack]:
     try:
         with httpx.Client(timeout=30.0, trust_env=False) as client:
             urls = {one["name"]: one["url"] for one in programs}
-            yield RealStack(folder, client, urls, state["otlp"])
+            pids = {one["name"]: one["pid"] for one in programs}
+            yield RealStack(folder, client, urls, pids, state["otlp"])
     finally:
         subprocess.run(
             [*command, "down", "--dir", str(folder)],

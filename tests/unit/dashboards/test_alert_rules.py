@@ -204,7 +204,7 @@ def test_next_to_no_traffic_alerts_nobody(tmp_path: Path, what: str) -> None:
 def test_alert_leads_somewhere_and_never_labels_a_value(alert: Alert) -> None:
     assert {"component", "severity"} <= set(alert.labels)
     assert not [value for value in alert.labels.values() if "$value" in value]
-    assert set(alert.annotations) == {"summary", "description", "dashboard", "runbook"}
+    assert set(alert.annotations) == {"summary", "description", "dashboard", "runbook_url"}
     assert "$value" not in "".join(alert.annotations.values())
     assert alert.annotations["dashboard"].startswith(f"/d/{alert.board}?viewPanel=")
 

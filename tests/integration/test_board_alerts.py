@@ -1,0 +1,368 @@
+"""The project's own alerts on a real server, Prometheus, Alertmanager and webhook: what holds up a
+stage, kills, freezes or blinds makes the alert that is meant for it go pending, fire, reach its
+receiver, and resolve.
+
+The rules are those that are shipped, out of the same objects, with windows of seconds in place of
+minutes and hours. One run is watched from its beginning to its end; each test looks at one alert.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from dashboards.rules.alerts import LEAST_BEFORE, alerts
+from dashboards.rules.prometheus import rule_file
+from dashboards.rules.recordings import PAIR_STAGES, STEADY_STAGES, recordings
+from dashboards.rules.timing import Timing
+from pdtrace import Recorder, RequestContext, Role
+from pdtrace.slo import Slo
+from pdtrace.stages import CHAINS, STAGE_BY_NAME, Mark, Mode, Outcome, StepKind
+from pdtrace.testing import SMALL_RING
+from server.injection.fault import Corrupt, Damage, Fault, Freeze, Shrink
+from tests.integration.conftest import FAST_FAKE
+from tests.support.alert_watch import AlertWatch, watched_alerts
+from tests.support.injection import clear, inject
+from tests.support.real_stack import (
+    RealStack,
+    complete,
+    need_programs,
+    real_stack,
+    wait_for,
+    webhook_receiver,
+)
+from tests.support.server import RunningServer, running_server
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+SLO = Slo(oldest_s=8.0)
+SCRAPE_S = 5
+MINUTES_AS_SECONDS = Timing(scale=1 / 60, least_s=4 * SCRAPE_S, least_hold_s=3, interval="1m")
+"""Six hours are six minutes."""
+DAYS_AS_MINUTES = Timing(scale=1 / 240, least_s=4 * SCRAPE_S, least_hold_s=3, interval="4m")
+"""For budgets: three days are 18 minutes, so that a ticket ends 90 s after what it is about."""
+
+CHAIN = [stage.name for stage in CHAINS[Mode.PD]]
+HELD = {
+    Role.GATEWAY: "gateway-0",
+    Role.PREFILL: "prefill-1",
+    Role.TRANSFER: "transfer-0",
+    Role.DECODE: "decode-1",
+}
+"""Who holds up requests."""
+TWINS = {"prefill-1": "prefill-0", "decode-1": "decode-0"}
+HOLD_MS = 4_000
+WAVES = [CHAIN[first::3] for first in range(3)]
+"""Stages that are held up at the same time: few, so that each is a good part of the requests."""
+Client = tuple[str, dict[str, Any]]
+"""How its requests' ids begin, and what `complete` takes beside an id."""
+GAPS: list[Client] = [
+    ("gap", {"stream": True, "max_tokens": 3, "stalls": "decode.gap=300"}) for _ in range(4)
+]
+RECORDED, OVERFLOWING = 40, 20_000
+"""Requests, and forward passes after them: more than the small ring holds."""
+WAIT_S = 120.0
+"""Until an alert fires. Windows are so much shorter that nothing waits for this but a failure."""
+
+
+class Expected(NamedTuple):
+    """An alert, and labels that it has to have."""
+
+    name: str
+    labels: dict[str, str]
+
+
+def holder(stage: str) -> str:
+    """Who holds requests in a stage."""
+    return HELD[next(role for role in STAGE_BY_NAME[stage].roles if role in HELD)]
+
+
+def alerts_of(stage: str) -> list[Expected]:
+    """What a held-up stage has to raise: against its own mean where that is steady."""
+    if stage not in STEADY_STAGES:
+        return [Expected("PDRequestsStalling", {"stage": stage})]
+    found = [Expected("PDStageStalledOnWorker", {"stage": stage, "worker": holder(stage)})]
+    if stage in PAIR_STAGES:
+        pair = {"stage": stage}
+        if holder(stage) in {HELD[Role.PREFILL], HELD[Role.DECODE]}:
+            end = "source" if holder(stage) == HELD[Role.PREFILL] else "destination"
+            pair[end] = holder(stage)
+        found.append(Expected("PDStageStalledOnPair", pair))
+    return found
+
+
+WAITS = {alert.name: alert.hold != "0s" for alert in alerts(SLO)}
+STALLS = {stage: alerts_of(stage) for stage in CHAIN}
+OTHERS = [
+    Expected("PDTtftBudgetBurnFast", {"slo": "ttft"}),
+    Expected("PDTtftBudgetBurnSlow", {"slo": "ttft"}),
+    Expected("PDTokenGapBudgetBurnFast", {"slo": "token_gap"}),
+    Expected("PDTokenGapBudgetBurnSlow", {"slo": "token_gap"}),
+    Expected("PDErrorBudgetBurnFast", {"slo": "errors"}),
+    Expected("PDErrorBudgetBurnSlow", {"slo": "errors"}),
+    Expected("PDTransferFailing", {"stage": "transfer"}),
+    Expected("PDOldestRequestTooOld", {"stage": "prefill.queue", "worker": "prefill-0"}),
+    Expected("PDPoolsOutOfBalance", {"stage": "prefill.queue"}),
+    Expected("PDWorkerNotProgressing", {"worker": "decode-1"}),
+    Expected("PDProcessDown", {"worker": "decode-1"}),
+    Expected("PDKvLeaking", {"worker": "decode-0"}),
+    Expected("PDSpanMetricsMissing", {}),
+    Expected("PDTelemetryAbsent", {"job": "pdtrace-agent"}),
+    Expected("PDSpansLost", {"what": "missed"}),
+    Expected("PDRequestsIncomplete", {}),
+]
+IN_BLINDNESS = {"PDSpansLost", "PDRequestsIncomplete"}
+IN_TROUBLE = {
+    "PDErrorBudgetBurnFast",
+    "PDTransferFailing",
+    "PDOldestRequestTooOld",
+    "PDPoolsOutOfBalance",
+    "PDWorkerNotProgressing",
+    "PDProcessDown",
+}
+
+
+@dataclass(slots=True)
+class Day:
+    """A stack, a server that joined it, and what was seen of alerts.
+
+    fired_before  alerts that fired while nothing was wrong
+    """
+
+    stack: RealStack
+    server: RunningServer
+    watch: AlertWatch
+    fired_before: set[str] = field(default_factory=set[str])
+
+    def lacks(self, wanted: Expected) -> list[str]:
+        """Which steps of its life are missing."""
+        return self.watch.lacks(wanted.name, wanted.labels, waits=WAITS[wanted.name])
+
+    def wait_until_told(self, wanted: Sequence[Expected]) -> None:
+        """Until the webhook knows that all of these fire."""
+        until(
+            lambda: all(self.watch.delivered("firing", name, **labels) for name, labels in wanted)
+        )
+
+
+@pytest.fixture(scope="module")
+def day(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Day]:
+    """Healthy traffic, a stall in every stage, and what else can go wrong; then all is well again.
+
+    Nothing is asserted here but that there is a day: tests do."""
+    need_programs()
+    folder = tmp_path_factory.mktemp("alerts")
+    (folder / "pdtrace.rules.yml").write_text(own_rules())
+    with webhook_receiver() as webhook:
+        options = ("--rules", str(folder / "pdtrace.rules.yml"), "--webhook", webhook.url)
+        with (
+            real_stack(folder / "stack", *options) as stack,
+            running_server(
+                folder / "run", *("--stack", str(stack.folder), "--allow-faults"),
+                *("--prefill", "2", "--decode", "2", "--policy", "round_robin"),
+                model=FAST_FAKE,
+            ) as server,
+            watched_alerts(stack, webhook) as watch,
+        ):  # fmt: skip
+            today = Day(stack, server, watch)
+            healthy(today)
+            blindness(today)
+            with leaking(today), untraced(today):
+                stalls(today, WAVES[0])
+            stalls(today, WAVES[1], *GAPS)
+            stalls(today, WAVES[2])
+            trouble(today)
+            everything = [one for wanted in (*STALLS.values(), OTHERS) for one in wanted]
+            until(lambda: not any(map(today.lacks, everything)))
+            yield today
+
+
+def own_rules() -> str:
+    """All of the project's rules; budgets in a shorter time than the rest."""
+    shared = MINUTES_AS_SECONDS
+    groups = {
+        **recordings(SLO, shared),
+        "pdtrace-slo": recordings(SLO, DAYS_AS_MINUTES)["pdtrace-slo"],
+    }
+    own = [
+        burn if "BudgetBurn" in burn.name else other
+        for burn, other in zip(alerts(SLO, DAYS_AS_MINUTES), alerts(SLO, shared), strict=True)
+    ]
+    return rule_file(groups, own, shared)
+
+
+# -- what happens on that day ----------------------------------------------------------------------
+
+
+def until(condition: Callable[[], bool], wait_s: float = WAIT_S) -> None:
+    """Wait for it; if it does not come, the test of it fails later and says what was seen."""
+    deadline = time.monotonic() + wait_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.25)
+
+
+@contextmanager
+def traffic(server: RunningServer, clients: Sequence[Client]) -> Iterator[None]:
+    """Clients that ask one request after the other, until leaving. What the server answers is not
+    theirs to judge."""
+    over = threading.Event()
+    number = itertools.count()
+
+    def ask(name: str, options: dict[str, Any]) -> None:
+        while not over.wait(0.05):
+            with suppress(httpx.HTTPError):
+                complete(server, f"{name}-{next(number)}", **options)
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        asking = [pool.submit(ask, name, options) for name, options in clients]
+        try:
+            yield
+        finally:
+            over.set()
+        for one in asking:
+            one.result()
+
+
+def healthy(day: Day) -> None:
+    """Until each stage of each worker has a baseline, as the rule wants it."""
+    window = MINUTES_AS_SECONDS.window
+    counted = f'pd_stage_duration_seconds_count{{stage=~"{"|".join(CHAIN)}"}}'
+    before = f"min(increase({counted}[{window('6h')}] offset {window('10m')}))"
+    with traffic(day.server, [("healthy", {"stream": True})] * 4):
+        wait_for(
+            lambda: (day.stack.value(before) or 0) > 2 * LEAST_BEFORE, "baselines", timeout_s=WAIT_S
+        )
+    day.fired_before |= {
+        life.labels["alertname"] for life in day.watch.lives.values() if "firing" in life.states
+    }
+
+
+def stalls(day: Day, stages: Sequence[str], *others: Client) -> None:
+    """Requests are held up in each of several stages, until all that is to fire does."""
+    faults: list[Fault] = []
+    clients = list(others)
+    for stage in stages:
+        name, steady = f"in-{stage}", stage in STEADY_STAGES
+        # A stage without a baseline is judged by how many requests it holds up: on both workers.
+        at = holder(stage) if steady else holder(stage).partition("-")[0]
+        faults.append(Freeze(at=at, stage=stage, ms=HOLD_MS, count=None, request=name))
+        clients += [(name, {"stream": True})] * (2 if steady else 4)
+    inject(day.server, *faults)
+    wanted = [one for stage in stages for one in STALLS[stage]]
+    if others:
+        wanted += [one for one in OTHERS if one.name == "PDTokenGapBudgetBurnFast"]
+    with traffic(day.server, clients):
+        day.wait_until_told(wanted)
+        clear(day.server)
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process that is there and does nothing."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def leaking(day: Day) -> Iterator[None]:
+    """Pages of decode-0 belong to nobody."""
+    inject(day.server, Shrink(at="decode-0", pages=5))
+    yield
+    day.wait_until_told([one for one in OTHERS if one.name == "PDKvLeaking"])
+    clear(day.server)
+
+
+@contextmanager
+def untraced(day: Day) -> Iterator[None]:
+    """Nobody takes the traces."""
+    with stopped(day.stack.pids["jaeger"]):
+        yield
+        day.wait_until_told([one for one in OTHERS if one.name == "PDSpanMetricsMissing"])
+
+
+def blindness(day: Day) -> None:
+    """The agent is stopped. Meanwhile a ring that is too small for that long overflows, and with it
+    go the marks of requests."""
+    rings = day.server.run_dir / "rings"
+    with (
+        Recorder.open(rings, role=Role.GATEWAY, instance="http-1") as http,
+        Recorder.open(
+            rings, role=Role.WORKER, instance="small-0", capacity=SMALL_RING, budget=None
+        ) as small,
+    ):
+        known = 'count(pd_process_state{instance=~"http-1|small-0",state="alive"} == 1) == 2'
+        wait_for(lambda: day.stack.query(known), "the agent knows the rings")
+        with stopped(day.server.pid("agent")):
+            for number in range(RECORDED):
+                record(http, small, f"small-{number}")
+            for _ in range(OVERFLOWING):
+                small.step(StepKind.DECODE, [], tokens=1, begin_ns=1, end_ns=2)
+            day.wait_until_told([one for one in OTHERS if one.name == "PDTelemetryAbsent"])
+        day.wait_until_told([one for one in OTHERS if one.name in IN_BLINDNESS])
+
+
+def record(http: Recorder, engine: Recorder, request_id: str) -> None:
+    """A request of an engine of one's own, as docs/recording.md shows it."""
+    context = RequestContext.create(request_id=request_id, mode=Mode.COLOCATED)
+    request, leg = http.begin(context), engine.begin(context)
+    request.mark(Mark.RECEIVED, "POST", "/v1/completions", "text_completion")
+    request.mark(Mark.TOKENIZED, "small", 12, 16, True, Mode.COLOCATED)
+    request.mark(Mark.ADMITTED)
+    request.mark(Mark.ROUTED, "small-0", "small-0")
+    request.mark(Mark.DISPATCHED)
+    for mark in (Mark.RESERVE_RECEIVED, Mark.PREFILL_STARTED, Mark.PREFILL_FINISHED):
+        leg.mark(mark)
+    leg.mark(Mark.FIRST_TOKEN_COMMITTED)
+    request.mark(Mark.FIRST_TOKEN_SENT)
+    leg.mark(Mark.DECODE_FINISHED, 16)
+    leg.end()
+    request.mark(Mark.COMPLETED, Outcome.COMPLETED, None, None, 200, 16)
+    request.end()
+
+
+def trouble(day: Day) -> None:
+    """A worker is stopped, requests queue for prefill alone, and copies are damaged."""
+    held = Freeze(at="prefill-0", stage="prefill.queue", ms=60_000, count=None, request="queued")
+    inject(day.server, held, Corrupt(copy=Damage.SHORT, count=None))
+    with traffic(day.server, [("queued", {})] * 30 + [("damaged", {})] * 4):
+        with stopped(day.server.pid("decode-1")):
+            day.wait_until_told([one for one in OTHERS if one.name in IN_TROUBLE])
+        clear(day.server)
+
+
+# -- tests -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", CHAIN)
+def test_stall_in_each_stage_reaches_whoever_is_told(day: Day, stage: str) -> None:
+    assert {str(alert): lacks for alert in STALLS[stage] if (lacks := day.lacks(alert))} == {}
+
+
+@pytest.mark.parametrize("alert", OTHERS, ids=lambda alert: alert.name)
+def test_other_trouble_reaches_whoever_is_told(day: Day, alert: Expected) -> None:
+    assert day.lacks(alert) == []
+
+
+@pytest.mark.parametrize("stage", [stage for stage in CHAIN if holder(stage) in TWINS])
+def test_healthy_twin_of_a_worker_that_stalls_is_spared(day: Day, stage: str) -> None:
+    twin = TWINS[holder(stage)]
+    assert not day.watch.has_been("firing", "PDStageStalledOnWorker", stage=stage, worker=twin)
+
+
+def test_nothing_fires_while_all_is_well(day: Day) -> None:
+    """Before the server was there, nobody was scraped."""
+    assert day.fired_before <= {"PDTelemetryAbsent"}
