@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -54,6 +55,17 @@ def test_page_names_panels_that_exist(alert: Alert) -> None:
     text = " ".join(page(alert).split())
     named = set(re.findall(r"`([A-Z][a-z][^`]*)`", text))
     assert named <= PANELS
+
+
+@pytest.mark.parametrize("alert", ALERTS.values(), ids=lambda alert: alert.name)
+def test_link_leads_to_a_panel_and_sets_variables_of_its_board(alert: Alert) -> None:
+    url = urlsplit(alert.annotations["dashboard"])
+    asked = parse_qs(url.query, strict_parsing=True)
+    board = boards()[url.path.removeprefix("/d/")]
+    titles = {panel["id"]: panel["title"] for panel in board["panels"]}
+    assert titles[int(asked.pop("viewPanel")[0])] == alert.panel
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    assert {name.removeprefix("var-") for name in asked} <= variables
 
 
 def test_dashboards_page_lists_every_alert_and_board() -> None:

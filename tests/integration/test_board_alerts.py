@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
 
+from dashboards.build import boards
+from dashboards.names import AGENT_JOB
 from dashboards.rules.alerts import LEAST_BEFORE, alerts
 from dashboards.rules.prometheus import rule_file
 from dashboards.rules.recordings import PAIR_STAGES, STEADY_STAGES, recordings
@@ -42,7 +46,7 @@ from tests.support.real_stack import (
     wait_for,
     webhook_receiver,
 )
-from tests.support.server import RunningServer, running_server
+from tests.support.server import ROOT, RunningServer, running_server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -67,6 +71,8 @@ WAVES = [CHAIN[first::3] for first in range(3)]
 """Stages that are held up at the same time: few, so that each is a good part of the requests."""
 Client = tuple[str, dict[str, Any]]
 """How its requests' ids begin, and what `complete` takes beside an id."""
+LEAK = Shrink(at="decode-0", pages=5)
+"""Pages that belong to nobody."""
 GAPS: list[Client] = [
     ("gap", {"stream": True, "max_tokens": 3, "stalls": "decode.gap=300"}) for _ in range(4)
 ]
@@ -112,17 +118,17 @@ OTHERS = [
     Expected("PDErrorBudgetBurnFast", {"slo": "errors"}),
     Expected("PDErrorBudgetBurnSlow", {"slo": "errors"}),
     Expected("PDTransferFailing", {"stage": "transfer"}),
-    Expected("PDOldestRequestTooOld", {"stage": "prefill.queue", "worker": "prefill-0"}),
+    Expected("PDOldestRequestTooOld", {"stage": "prefill.queue", "worker": "prefill-1"}),
     Expected("PDPoolsOutOfBalance", {"stage": "prefill.queue"}),
     Expected("PDWorkerNotProgressing", {"worker": "decode-1"}),
     Expected("PDProcessDown", {"worker": "decode-1"}),
     Expected("PDKvLeaking", {"worker": "decode-0"}),
     Expected("PDSpanMetricsMissing", {}),
-    Expected("PDTelemetryAbsent", {"job": "pdtrace-agent"}),
+    # Before the server was started.
+    Expected("PDTelemetryAbsent", {"job": AGENT_JOB}),
     Expected("PDSpansLost", {"what": "missed"}),
     Expected("PDRequestsIncomplete", {}),
 ]
-IN_BLINDNESS = {"PDSpansLost", "PDRequestsIncomplete"}
 IN_TROUBLE = {
     "PDErrorBudgetBurnFast",
     "PDTransferFailing",
@@ -138,19 +144,31 @@ class Day:
     """A stack, a server that joined it, and what was seen of alerts.
 
     fired_before  alerts that fired while nothing was wrong
+    stalled       stage and worker, against its own mean, in the waves
     """
 
     stack: RealStack
     server: RunningServer
     watch: AlertWatch
     fired_before: set[str] = field(default_factory=set[str])
+    stalled: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+
+    @property
+    def agent(self) -> dict[str, str]:
+        """How Prometheus names the agent."""
+        url = self.server.agent_url()
+        assert url is not None
+        return {"job": AGENT_JOB, "instance": urlsplit(url).netloc}
 
     def lacks(self, wanted: Expected) -> list[str]:
         """Which steps of its life are missing."""
         return self.watch.lacks(wanted.name, wanted.labels, waits=WAITS[wanted.name])
 
-    def wait_until_told(self, wanted: Sequence[Expected]) -> None:
-        """Until the webhook knows that all of these fire."""
+    def wait_until_told(
+        self, alerts: Sequence[Expected] = (), *, others: Collection[str] = ()
+    ) -> None:
+        """Until the webhook knows that these fire, and of OTHERS those of these names."""
+        wanted = [*alerts, *(one for one in OTHERS if one.name in others)]
         until(
             lambda: all(self.watch.delivered("firing", name, **labels) for name, labels in wanted)
         )
@@ -178,12 +196,20 @@ def day(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Day]:
             today = Day(stack, server, watch)
             healthy(today)
             blindness(today)
-            with leaking(today), untraced(today):
-                stalls(today, WAVES[0])
-            stalls(today, WAVES[1], *GAPS)
+            with stopped(stack.pids["jaeger"]):
+                stalls(
+                    today, WAVES[0], faults=[LEAK], others={"PDKvLeaking", "PDSpanMetricsMissing"}
+                )
+            stalls(today, WAVES[1], clients=GAPS, others={"PDTokenGapBudgetBurnFast"})
             stalls(today, WAVES[2])
+            today.stalled |= {
+                (life.labels["stage"], life.labels["worker"])
+                for life in watch.of("PDStageStalledOnWorker")
+                if "firing" in life.states
+            }
             trouble(today)
             everything = [one for wanted in (*STALLS.values(), OTHERS) for one in wanted]
+            everything.append(Expected("PDTelemetryAbsent", today.agent))
             until(lambda: not any(map(today.lacks, everything)))
             yield today
 
@@ -213,7 +239,7 @@ def until(condition: Callable[[], bool], wait_s: float = WAIT_S) -> None:
 
 
 @contextmanager
-def traffic(server: RunningServer, clients: Sequence[Client]) -> Iterator[None]:
+def traffic(server: RunningServer, clients: Sequence[Client]) -> Generator[None]:
     """Clients that ask one request after the other, until leaving. What the server answers is not
     theirs to judge."""
     over = threading.Event()
@@ -248,50 +274,37 @@ def healthy(day: Day) -> None:
     }
 
 
-def stalls(day: Day, stages: Sequence[str], *others: Client) -> None:
-    """Requests are held up in each of several stages, until all that is to fire does."""
-    faults: list[Fault] = []
-    clients = list(others)
+def stalls(
+    day: Day,
+    stages: Sequence[str],
+    *,
+    faults: Sequence[Fault] = (),
+    clients: Sequence[Client] = (),
+    others: Collection[str] = (),
+) -> None:
+    """Requests are held up in each of several stages, and other things go wrong beside, until all
+    that is to fire does."""
+    armed, asking = list(faults), list(clients)
     for stage in stages:
         name, steady = f"in-{stage}", stage in STEADY_STAGES
         # A stage without a baseline is judged by how many requests it holds up: on both workers.
         at = holder(stage) if steady else holder(stage).partition("-")[0]
-        faults.append(Freeze(at=at, stage=stage, ms=HOLD_MS, count=None, request=name))
-        clients += [(name, {"stream": True})] * (2 if steady else 4)
-    inject(day.server, *faults)
-    wanted = [one for stage in stages for one in STALLS[stage]]
-    if others:
-        wanted += [one for one in OTHERS if one.name == "PDTokenGapBudgetBurnFast"]
-    with traffic(day.server, clients):
-        day.wait_until_told(wanted)
+        armed.append(Freeze(at=at, stage=stage, ms=HOLD_MS, count=None, request=name))
+        asking += [(name, {"stream": True})] * (2 if steady else 4)
+    inject(day.server, *armed)
+    with traffic(day.server, asking):
+        day.wait_until_told([one for stage in stages for one in STALLS[stage]], others=others)
         clear(day.server)
 
 
 @contextmanager
-def stopped(pid: int) -> Iterator[None]:
+def stopped(pid: int) -> Generator[None]:
     """A process that is there and does nothing."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-@contextmanager
-def leaking(day: Day) -> Iterator[None]:
-    """Pages of decode-0 belong to nobody."""
-    inject(day.server, Shrink(at="decode-0", pages=5))
-    yield
-    day.wait_until_told([one for one in OTHERS if one.name == "PDKvLeaking"])
-    clear(day.server)
-
-
-@contextmanager
-def untraced(day: Day) -> Iterator[None]:
-    """Nobody takes the traces."""
-    with stopped(day.stack.pids["jaeger"]):
-        yield
-        day.wait_until_told([one for one in OTHERS if one.name == "PDSpanMetricsMissing"])
 
 
 def blindness(day: Day) -> None:
@@ -311,8 +324,8 @@ def blindness(day: Day) -> None:
                 record(http, small, f"small-{number}")
             for _ in range(OVERFLOWING):
                 small.step(StepKind.DECODE, [], tokens=1, begin_ns=1, end_ns=2)
-            day.wait_until_told([one for one in OTHERS if one.name == "PDTelemetryAbsent"])
-        day.wait_until_told([one for one in OTHERS if one.name in IN_BLINDNESS])
+            day.wait_until_told([Expected("PDTelemetryAbsent", day.agent)])
+        day.wait_until_told(others={"PDSpansLost", "PDRequestsIncomplete"})
 
 
 def record(http: Recorder, engine: Recorder, request_id: str) -> None:
@@ -336,11 +349,11 @@ def record(http: Recorder, engine: Recorder, request_id: str) -> None:
 
 def trouble(day: Day) -> None:
     """A worker is stopped, requests queue for prefill alone, and copies are damaged."""
-    held = Freeze(at="prefill-0", stage="prefill.queue", ms=60_000, count=None, request="queued")
+    held = Freeze(at="prefill-1", stage="prefill.queue", ms=60_000, count=None, request="queued")
     inject(day.server, held, Corrupt(copy=Damage.SHORT, count=None))
     with traffic(day.server, [("queued", {})] * 30 + [("damaged", {})] * 4):
         with stopped(day.server.pid("decode-1")):
-            day.wait_until_told([one for one in OTHERS if one.name in IN_TROUBLE])
+            day.wait_until_told(others=IN_TROUBLE)
         clear(day.server)
 
 
@@ -357,12 +370,39 @@ def test_other_trouble_reaches_whoever_is_told(day: Day, alert: Expected) -> Non
     assert day.lacks(alert) == []
 
 
+def test_stopped_agent_reaches_whoever_is_told(day: Day) -> None:
+    assert day.lacks(Expected("PDTelemetryAbsent", day.agent)) == []
+
+
 @pytest.mark.parametrize("stage", [stage for stage in CHAIN if holder(stage) in TWINS])
 def test_healthy_twin_of_a_worker_that_stalls_is_spared(day: Day, stage: str) -> None:
-    twin = TWINS[holder(stage)]
-    assert not day.watch.has_been("firing", "PDStageStalledOnWorker", stage=stage, worker=twin)
+    assert (stage, TWINS[holder(stage)]) not in day.stalled
 
 
 def test_nothing_fires_while_all_is_well(day: Day) -> None:
     """Before the server was there, nobody was scraped."""
     assert day.fired_before <= {"PDTelemetryAbsent"}
+
+
+def test_whoever_is_told_can_read_it_and_gets_somewhere(day: Day) -> None:
+    """Templates are filled in, and links lead to what is there, in all that was delivered."""
+    messages = list(day.watch.webhook.messages)
+    told = [alert for message in messages for alert in message["alerts"]]
+    assert {alert["labels"]["alertname"] for alert in told} >= {alert.name for alert in OTHERS}
+    drawn = boards(SLO)
+    for alert in told:
+        labels, annotations = alert["labels"], alert["annotations"]
+        assert set(annotations) == {"summary", "description", "dashboard", "runbook_url"}
+        assert labels["component"] == "pdtrace"
+        for text in (*labels.values(), *annotations.values()):
+            assert text.strip() == text != ""
+            assert not re.search(r"\{\{|\}\}|<no value>|NaN|<nil>|%!", text), text
+        for named in ("worker", "source", "destination", "job"):
+            assert labels.get(named, "") in annotations["summary"]
+        url = urlsplit(annotations["dashboard"])
+        asked = {name: value for name, [value] in parse_qs(url.query, strict_parsing=True).items()}
+        board = drawn[url.path.removeprefix("/d/")]
+        assert int(asked.pop("viewPanel")) in {panel["id"] for panel in board["panels"]}
+        assert set(asked.values()) <= set(labels.values())
+        page = (ROOT / annotations["runbook_url"]).read_text()
+        assert page.startswith(f"# {labels['alertname']}\n")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -40,9 +43,18 @@ def serve(metrics: AgentMetrics, *requests: CollectedRequest) -> None:
             metrics.step(instance, step)
 
 
-def agent_samples(metrics: AgentMetrics, *, finished: int = 0) -> list[Sample]:
-    """What the agent of a healthy, idle server exposes."""
-    look = Look(at_ns=1, processes=tuple(map(_process, PROCESSES)))
+def agent_samples(
+    metrics: AgentMetrics, *, finished: int = 0, closed: Collection[str] = ()
+) -> list[Sample]:
+    """What the agent of a healthy, idle server exposes.
+
+    closed  processes that have ended in order
+    """
+    processes = tuple(
+        _process(instance, ProcessState.CLOSED if instance in closed else ProcessState.ALIVE)
+        for instance in PROCESSES
+    )
+    look = Look(at_ns=1, processes=processes)
     numbers = AgentNumbers(
         summary=AgentSummary(requests=finished, export=dict.fromkeys(_EXPORT, 0)),
         dropped={reason.value: 0 for reason in DropReason},
@@ -53,12 +65,15 @@ def agent_samples(metrics: AgentMetrics, *, finished: int = 0) -> list[Sample]:
     return _parsed(body)
 
 
-def fresh_gateway() -> GatewayMetrics:
+def fresh_gateway(
+    states: Mapping[str, MemberState] = MappingProxyType({}),
+) -> GatewayMetrics:
+    """All processes are ready, but for those whose `states` say otherwise."""
     members = [
         MemberReport(
             instance=instance,
             role=instance.partition("-")[0],
-            state=MemberState.READY,
+            state=states.get(instance, MemberState.READY),
             progress_age_s=0.1,
             heartbeat_age_s=0.1,
             reason=None,
@@ -86,7 +101,7 @@ def serve_at_gateway(metrics: GatewayMetrics, outcome: Outcome = Outcome.COMPLET
     metrics.ended(Operation.CHAT, outcome, reason, 0.2)
 
 
-def _process(instance: str) -> ProcessNow:
+def _process(instance: str, state: ProcessState) -> ProcessNow:
     role = Role(instance.partition("-")[0])
     gauges = {gauge.name.lower(): 0 for gauge in Gauge}
     if role in {Role.PREFILL, Role.DECODE}:
@@ -99,7 +114,7 @@ def _process(instance: str) -> ProcessNow:
         instance=instance,
         pid=1,
         host_id="h",
-        state=ProcessState.ALIVE,
+        state=state,
         progress_age_s=0.1,
         gauges=gauges,
     )

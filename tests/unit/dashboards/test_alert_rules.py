@@ -15,11 +15,13 @@ from prometheus_client.samples import Sample
 from dashboards import names, promql
 from dashboards.build import GENERATED
 from dashboards.rules import grafana, prometheus
-from dashboards.rules.alerts import Alert, Severity, alerts
+from dashboards.rules.alerts import STALLED_ABOVE_S, Alert, Severity, alerts
 from dashboards.rules.recordings import recordings
 from dashboards.rules.timing import Timing, duration, seconds
+from pdtrace.agent.buckets import DURATION_EDGES_S
 from pdtrace.slo import DEFAULT_SLO
 from pdtrace.stages import Outcome
+from server.gateway.registry import MemberState
 from tests.support import expositions
 from tests.support.marked_requests import (
     TRANSFER,
@@ -81,15 +83,14 @@ def series_of(
     before: Iterable[Sample], after: Iterable[Sample], *, job: str, target: str
 ) -> list[dict[str, str]]:
     """Scraped samples as promtool reads them: for ten minutes `before`, from then on `after`."""
-    values = {key(sample): sample.value for sample in before}
+    first = {key(sample): f"{sample.value:g}x19" for sample in before}
+    then = {key(sample): f"{sample.value:g}x121" for sample in after}
     made: list[dict[str, str]] = []
-    for sample in after:
-        labels = {"job": job, "instance": target, **sample.labels}  # honor_labels
-        told = ",".join(f'{name}="{value}"' for name, value in sorted(labels.items()))
-        first = f"{values[key(sample)]:g}x20" if key(sample) in values else "_x20"
-        made.append(
-            {"series": f"{sample.name}{{{told}}}", "values": f"{first} {sample.value:g}x120"}
-        )
+    for name, labels in first.keys() | then.keys():
+        told = {"job": job, "instance": target, **dict(labels)}  # honor_labels
+        inner = ",".join(f'{label}="{value}"' for label, value in sorted(told.items()))
+        values = first.get((name, labels), "_x19"), then.get((name, labels), "stale")
+        made.append({"series": f"{name}{{{inner}}}", "values": " ".join(values)})
     return made
 
 
@@ -163,6 +164,39 @@ def test_only_missing_targets_fire_where_nothing_is_scraped(tmp_path: Path) -> N
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
+@pytest.mark.case("ALR-02")
+@pytest.mark.parametrize("what", ["workers load", "a worker is told to stop", "all is restarted"])
+def test_what_is_done_on_purpose_alerts_nobody(tmp_path: Path, what: str) -> None:
+    """A model takes its time, a worker is taken out, and counters begin anew."""
+    agent, gateway = expositions.fresh_agent(), expositions.fresh_gateway()
+    before = expositions.agent_samples(agent), expositions.gateway_samples(gateway)
+    after = before
+    if what == "workers load":
+        loading = {"prefill-0": MemberState.LOADING, "decode-0": MemberState.LOADING}
+        before = before[0], expositions.gateway_samples(expositions.fresh_gateway(loading))
+    elif what == "a worker is told to stop":
+        left = expositions.fresh_gateway({"decode-0": MemberState.LEFT})
+        after = (
+            expositions.agent_samples(agent, closed={"decode-0"}),
+            expositions.gateway_samples(left),
+        )
+    else:
+        expositions.serve(agent, *(request_of(pd_moments()) for _ in range(50)))
+        for _ in range(50):
+            expositions.serve_at_gateway(gateway)
+        before = (
+            expositions.agent_samples(agent, finished=50),
+            expositions.gateway_samples(gateway),
+        )
+    assert before != after
+    series = [
+        *UP,
+        *series_of(before[0], after[0], job=names.AGENT_JOB, target=AGENT),
+        *series_of(before[1], after[1], job=names.GATEWAY_JOB, target=GATEWAY),
+    ]
+    assert alerts_over_an_hour(tmp_path, series) == ""
+
+
 @pytest.mark.case("ALR-01")
 @pytest.mark.parametrize("what", ["no traffic", "one request", "one failed request"])
 def test_next_to_no_traffic_alerts_nobody(tmp_path: Path, what: str) -> None:
@@ -209,6 +243,10 @@ def test_alert_leads_somewhere_and_never_labels_a_value(alert: Alert) -> None:
     assert alert.annotations["dashboard"].startswith(f"/d/{alert.board}?viewPanel=")
 
 
+def test_what_counts_as_slow_is_an_edge_of_the_histograms() -> None:
+    assert STALLED_ABOVE_S in DURATION_EDGES_S
+
+
 def test_causes_make_no_more_noise_than_users_do() -> None:
     """Who is paged: users suffer, or something stands still."""
     paged = {alert.name for alert in ALERTS if alert.severity is Severity.PAGE}
@@ -245,6 +283,13 @@ def rules_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def windows(expr: str) -> list[str]:
     return re.findall(r"\[(\d+[smhd]):?\]", expr)
+
+
+def test_shorter_timing_still_waits_and_evaluates() -> None:
+    brief = Timing(scale=1 / 240, least_hold_s=3)
+    assert [brief.hold(nominal) for nominal in ("0s", "1m", "1h")] == ["0s", "3s", "15s"]
+    assert brief.every == "1s"
+    assert (Timing().hold("2m"), Timing().every) == ("2m", "30s")
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,32 @@ def test_program_that_ends_takes_the_others_with_it(
     assert not [pid for pid in map(int, pids.read_text().split()) if lives(pid)]
 
 
+def test_rules_of_the_same_name_take_the_place_of_the_shipped_ones(
+    tmp_path: Path, free_stack_ports: Ports
+) -> None:
+    """Both would record the same series, each its own values."""
+    own, other = tmp_path / "pdtrace.rules.yml", tmp_path / "more.yml"
+    own.write_text("groups: [] # own")
+    other.write_text("groups: []")
+    ends = script(tmp_path / "ends", "exit 3")
+    for rules in ((), (other, own)):
+        settings = StackSettings(folder=tmp_path / "stack", ports=free_stack_ports, rules=rules)
+        with pytest.raises(StartError, match="ended"):
+            start_stack(
+                settings, Programs(ends, ends, ends), timeout_s=WAIT_S, progress=lambda _: None
+            )
+        found = {path.name.partition("-")[2]: path.read_text() for path in rules_of(settings)}
+        assert len(found) == len(rules_of(settings))
+        if rules:
+            assert found == {path.name: path.read_text() for path in rules}
+        else:
+            assert "PDProcessDown" in found["pdtrace.rules.yml"]
+
+
+def rules_of(settings: StackSettings) -> list[Path]:
+    return sorted((settings.folder / "rules").iterdir())
+
+
 def script(path: Path, text: str) -> Path:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o700)
