@@ -3,6 +3,8 @@
 python -m dashboards.build                        write what changed
 python -m dashboards.build --check                exit code 1 if something would change
 python -m dashboards.build --slo FILE --out DIR   your own objectives, written elsewhere
+
+With --grafana URL and --runbooks URL the links of alerts are whole addresses.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 from dashboards import colours, names, queries
 from dashboards import variables as v
 from dashboards.boards import one_request, overview, slow_traces, stages, transfer_and_workers
+from dashboards.links import PATHS, Places
 from dashboards.rules import grafana, prometheus
 from dashboards.rules.alerts import alerts
 from dashboards.rules.recordings import recordings
@@ -60,14 +63,15 @@ def _onset(expr: str) -> str:
     return f"({expr}) unless ({expr.replace('}', '} offset $__interval', 1)})"
 
 
-def files(slo: Slo = DEFAULT_SLO) -> Mapping[str, str]:
+def files(slo: Slo = DEFAULT_SLO, places: Places = PATHS) -> Mapping[str, str]:
     """Every generated file by its path below `generated/`."""
     made = {
         f"boards/{uid}.json": json.dumps(board, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         for uid, board in boards(slo).items()
     }
-    made["prometheus/pdtrace.rules.yml"] = prometheus.rule_file(recordings(slo), alerts(slo))
-    made["grafana/alerts.yaml"] = grafana.rule_file(alerts(slo))
+    rules = alerts(slo, places=places)
+    made["prometheus/pdtrace.rules.yml"] = prometheus.rule_file(recordings(slo), rules)
+    made["grafana/alerts.yaml"] = grafana.rule_file(rules)
     return made
 
 
@@ -90,6 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--slo", type=Path, metavar="FILE", help="objectives as TOML (docs/dashboards.md)"
     )
+    for name, what in (("grafana", "Grafana"), ("runbooks", "the pages of docs/alerts")):
+        parser.add_argument(
+            f"--{name}",
+            metavar="URL",
+            default=getattr(PATHS, name),
+            help=f"where {what} can be reached, for the links of alerts",
+        )
     parser.add_argument("--out", type=Path, metavar="DIR", default=GENERATED, help="where to write")
     given = parser.parse_args(arguments)
     try:
@@ -97,12 +108,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PdtraceError as error:
         print(f"dashboards.build: {error}", file=sys.stderr)
         return 2
-    if given.slo is not None and given.out == GENERATED and not given.check:
+    places = Places(grafana=given.grafana, runbooks=given.runbooks)
+    own = given.slo is not None or places != PATHS
+    if own and given.out == GENERATED and not given.check:
         print(
-            "dashboards.build: --slo needs --out DIR; generated/ has the defaults", file=sys.stderr
+            "dashboards.build: settings of your own need --out DIR; generated/ has the defaults",
+            file=sys.stderr,
         )
         return 2
-    wanted = files(slo)
+    wanted = files(slo, places)
     changed = stale(wanted, given.out)
     if given.check:
         for path in changed:

@@ -6,7 +6,7 @@ value ever becomes a label: each value would be another alert.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from dashboards import links, names, queries
@@ -61,6 +61,7 @@ class Alert:
     stage, worker  templates of these labels; None where the alert has none
     board, panel   which panel shows it
     chosen    variables of the board and their templates, for the link
+    places    where boards and runbooks are
     """
 
     name: str
@@ -75,6 +76,7 @@ class Alert:
     stage: str | None = None
     worker: str | None = None
     chosen: tuple[tuple[str, str], ...] = ()
+    places: links.Places = links.PATHS
 
     @property
     def panel_id(self) -> int:
@@ -91,17 +93,20 @@ class Alert:
 
     @property
     def annotations(self) -> dict[str, str]:
+        path = links.alert_url(self.board, self.panel_id, **dict(self.chosen))
         return {
             "summary": self.summary,
             "description": self.description,
-            "dashboard": links.alert_url(self.board, self.panel_id, **dict(self.chosen)),
-            "runbook_url": f"docs/alerts/{self.name}.md",
+            "dashboard": f"{self.places.grafana.rstrip('/')}{path}",
+            "runbook_url": f"{self.places.runbooks.rstrip('/')}/{self.name}.md",
         }
 
 
-def alerts(slo: Slo, timing: Timing = NOMINAL) -> tuple[Alert, ...]:
+def alerts(
+    slo: Slo, timing: Timing = NOMINAL, places: links.Places = links.PATHS
+) -> tuple[Alert, ...]:
     """Every alert."""
-    return (
+    made = (
         *_burns(slo, timing),
         _stage_by_worker(timing),
         _stage_by_pair(timing),
@@ -113,6 +118,7 @@ def alerts(slo: Slo, timing: Timing = NOMINAL) -> tuple[Alert, ...]:
         _leaks(timing),
         *_telemetry(timing),
     )
+    return tuple(replace(alert, places=places) for alert in made)
 
 
 # -- users -----------------------------------------------------------------------------------------

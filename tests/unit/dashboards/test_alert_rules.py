@@ -14,6 +14,7 @@ from prometheus_client.samples import Sample
 
 from dashboards import names, promql
 from dashboards.build import GENERATED
+from dashboards.build import main as build
 from dashboards.rules import grafana, prometheus
 from dashboards.rules.alerts import STALLED_ABOVE_S, Alert, Severity, alerts
 from dashboards.rules.recordings import recordings
@@ -241,6 +242,21 @@ def test_alert_leads_somewhere_and_never_labels_a_value(alert: Alert) -> None:
     assert set(alert.annotations) == {"summary", "description", "dashboard", "runbook_url"}
     assert "$value" not in "".join(alert.annotations.values())
     assert alert.annotations["dashboard"].startswith(f"/d/{alert.board}?viewPanel=")
+
+
+def test_links_of_alerts_become_whole_addresses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = ("--grafana", "https://grafana.example/", "--runbooks", "https://wiki.example/alerts")
+    assert build(places) == 2
+    assert "need --out DIR" in capsys.readouterr().err
+    assert build((*places, "--out", str(tmp_path))) == 0
+    for path in ("prometheus/pdtrace.rules.yml", "grafana/alerts.yaml"):
+        text = (tmp_path / path).read_text()
+        assert text.count("https://grafana.example/d/pd-") == len(ALERTS)
+        assert text.count("https://wiki.example/alerts/PD") == len(ALERTS)
+        assert "docs/alerts/PD" not in text
+    assert promtool("check", "rules", tmp_path / "prometheus" / "pdtrace.rules.yml").returncode == 0
 
 
 def test_what_counts_as_slow_is_an_edge_of_the_histograms() -> None:
