@@ -67,8 +67,14 @@ HELD = {
 """Who holds up requests."""
 TWINS = {"prefill-1": "prefill-0", "decode-1": "decode-0"}
 HOLD_MS = 4_000
-WAVES = [CHAIN[first::3] for first in range(3)]
+WAVES = [CHAIN[first::3] for first in (1, 0, 2)]
 """Stages that are held up at the same time: few, so that each is a good part of the requests."""
+IN_FIRST_WAVE = {
+    "PDKvLeaking",
+    "PDSpanMetricsMissing",
+    "PDTokenGapBudgetBurnFast",
+    "PDTtftBudgetBurnFast",
+}
 Client = tuple[str, dict[str, Any]]
 """How its requests' ids begin, and what `complete` takes beside an id."""
 LEAK = Shrink(at="decode-0", pages=5)
@@ -76,6 +82,8 @@ LEAK = Shrink(at="decode-0", pages=5)
 GAPS: list[Client] = [
     ("gap", {"stream": True, "max_tokens": 3, "stalls": "decode.gap=300"}) for _ in range(4)
 ]
+BY = ("worker", "source", "destination")
+"""Labels that say who is concerned."""
 RECORDED, OVERFLOWING = 40, 20_000
 """Requests, and forward passes after them: more than the small ring holds."""
 WAIT_S = 120.0
@@ -129,9 +137,13 @@ OTHERS = [
     Expected("PDSpansLost", {"what": "missed"}),
     Expected("PDRequestsIncomplete", {}),
 ]
-IN_TROUBLE = {
-    "PDErrorBudgetBurnFast",
+IN_DAMAGE = {
+    "PDSpansLost",
+    "PDRequestsIncomplete",
     "PDTransferFailing",
+    "PDErrorBudgetBurnFast",
+}
+IN_TROUBLE = {
     "PDOldestRequestTooOld",
     "PDPoolsOutOfBalance",
     "PDWorkerNotProgressing",
@@ -196,12 +208,13 @@ def day(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Day]:
             today = Day(stack, server, watch)
             healthy(today)
             blindness(today)
+            damage(today)
             with stopped(stack.pids["jaeger"]):
                 stalls(
-                    today, WAVES[0], faults=[LEAK], others={"PDKvLeaking", "PDSpanMetricsMissing"}
+                    today, WAVES[0], stream=True, faults=[LEAK], clients=GAPS, others=IN_FIRST_WAVE
                 )
-            stalls(today, WAVES[1], clients=GAPS, others={"PDTokenGapBudgetBurnFast"})
-            stalls(today, WAVES[2])
+            for wave in WAVES[1:]:
+                stalls(today, wave)
             today.stalled |= {
                 (life.labels["stage"], life.labels["worker"])
                 for life in watch.of("PDStageStalledOnWorker")
@@ -278,19 +291,23 @@ def stalls(
     day: Day,
     stages: Sequence[str],
     *,
+    stream: bool = False,
     faults: Sequence[Fault] = (),
     clients: Sequence[Client] = (),
     others: Collection[str] = (),
 ) -> None:
     """Requests are held up in each of several stages, and other things go wrong beside, until all
-    that is to fire does."""
+    that is to fire does.
+
+    stream  answers come as streams, so that a first token can be late
+    """
     armed, asking = list(faults), list(clients)
     for stage in stages:
         name, steady = f"in-{stage}", stage in STEADY_STAGES
         # A stage without a baseline is judged by how many requests it holds up: on both workers.
         at = holder(stage) if steady else holder(stage).partition("-")[0]
         armed.append(Freeze(at=at, stage=stage, ms=HOLD_MS, count=None, request=name))
-        asking += [(name, {"stream": True})] * (2 if steady else 4)
+        asking += [(name, {"stream": stream})] * (2 if steady else 4)
     inject(day.server, *armed)
     with traffic(day.server, asking):
         day.wait_until_told([one for stage in stages for one in STALLS[stage]], others=others)
@@ -325,7 +342,14 @@ def blindness(day: Day) -> None:
             for _ in range(OVERFLOWING):
                 small.step(StepKind.DECODE, [], tokens=1, begin_ns=1, end_ns=2)
             day.wait_until_told([Expected("PDTelemetryAbsent", day.agent)])
-        day.wait_until_told(others={"PDSpansLost", "PDRequestsIncomplete"})
+
+
+def damage(day: Day) -> None:
+    """Copies end early, so that requests fail; meanwhile the agent finds what it has missed."""
+    inject(day.server, Corrupt(copy=Damage.SHORT, count=None))
+    with traffic(day.server, [("damaged", {})] * 4):
+        day.wait_until_told(others=IN_DAMAGE)
+    clear(day.server)
 
 
 def record(http: Recorder, engine: Recorder, request_id: str) -> None:
@@ -348,10 +372,10 @@ def record(http: Recorder, engine: Recorder, request_id: str) -> None:
 
 
 def trouble(day: Day) -> None:
-    """A worker is stopped, requests queue for prefill alone, and copies are damaged."""
+    """A worker is stopped, and requests queue for prefill alone."""
     held = Freeze(at="prefill-1", stage="prefill.queue", ms=60_000, count=None, request="queued")
-    inject(day.server, held, Corrupt(copy=Damage.SHORT, count=None))
-    with traffic(day.server, [("queued", {})] * 30 + [("damaged", {})] * 4):
+    inject(day.server, held)
+    with traffic(day.server, [("queued", {})] * 30):
         with stopped(day.server.pid("decode-1")):
             day.wait_until_told(others=IN_TROUBLE)
         clear(day.server)
@@ -397,7 +421,8 @@ def test_whoever_is_told_can_read_it_and_gets_somewhere(day: Day) -> None:
         for text in (*labels.values(), *annotations.values()):
             assert text.strip() == text != ""
             assert not re.search(r"\{\{|\}\}|<no value>|NaN|<nil>|%!", text), text
-        for named in ("worker", "source", "destination", "job"):
+        about = ("job", "instance") if "TelemetryAbsent" in labels["alertname"] else BY
+        for named in about:
             assert labels.get(named, "") in annotations["summary"]
         url = urlsplit(annotations["dashboard"])
         asked = {name: value for name, [value] in parse_qs(url.query, strict_parsing=True).items()}
