@@ -454,7 +454,8 @@ def _telemetry(timing: Timing) -> tuple[Alert, ...]:
             severity=Severity.PAGE,
             hold=timing.hold("2m"),
             keep=timing.hold("0s"),
-            summary="No metrics of {{ $labels.job }}{{ with $labels.instance }} at {{ . }}{{ end }}",
+            summary="No metrics of {{ $labels.job }}"
+            "{{ with $labels.instance }} at {{ . }}{{ end }}",
             description="Prometheus cannot scrape it, or knows no such target. Every other alert "
             "is blind there.",
             board=links.OVERVIEW,
