@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
@@ -325,8 +326,10 @@ def stopped(pid: int) -> Generator[None]:
 
 
 def blindness(day: Day) -> None:
-    """The agent is stopped. Meanwhile a ring that is too small for that long overflows, and with it
-    go the marks of requests."""
+    """The agent is stopped; then once more, for so short that nobody would notice, but for a ring
+    that is too small even for that. Marks of requests go with it."""
+    with stopped(day.server.pid("agent")):
+        day.wait_until_told([Expected("PDTelemetryAbsent", day.agent)])
     rings = day.server.run_dir / "rings"
     with (
         Recorder.open(rings, role=Role.GATEWAY, instance="http-1") as http,
@@ -334,14 +337,15 @@ def blindness(day: Day) -> None:
             rings, role=Role.WORKER, instance="small-0", capacity=SMALL_RING, budget=None
         ) as small,
     ):
+        scraped = f'min_over_time(up{{job="{AGENT_JOB}"}}[{2 * SCRAPE_S + 1}s]) == 1'
         known = 'count(pd_process_state{instance=~"http-1|small-0",state="alive"} == 1) == 2'
-        wait_for(lambda: day.stack.query(known), "the agent knows the rings")
+        for look in (scraped, known):
+            wait_for(partial(day.stack.query, look), look)
         with stopped(day.server.pid("agent")):
             for number in range(RECORDED):
                 record(http, small, f"small-{number}")
             for _ in range(OVERFLOWING):
                 small.step(StepKind.DECODE, [], tokens=1, begin_ns=1, end_ns=2)
-            day.wait_until_told([Expected("PDTelemetryAbsent", day.agent)])
 
 
 def damage(day: Day) -> None:
