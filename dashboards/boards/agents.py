@@ -45,6 +45,8 @@ def _lost() -> Panel:
         ),
         bars=True,
         width=8,
+        table=False,
+        to_one=True,
     )
 
 

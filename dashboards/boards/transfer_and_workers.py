@@ -244,6 +244,7 @@ def _pools() -> Panel:
         ),
         steps=((None, "transparent"), (IDLE_EACH, colours.CALM), (WAITING_EACH, colours.BAD)),
         width=12,
+        to_one=True,
     )
 
 
