@@ -15,8 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dashboards import colours, names, queries
-from dashboards import variables as v
+from dashboards.annotations import marks
 from dashboards.boards import one_request, overview, slow_traces, stages, transfer_and_workers
 from dashboards.links import PATHS, Places
 from dashboards.rules import grafana, prometheus
@@ -25,7 +24,6 @@ from dashboards.rules.recordings import recordings
 from dashboards.sdk import Board, Json, board_json
 from pdtrace.agent.buckets import DURATION_EDGES_S, SLO_VARIABLE, edge_of
 from pdtrace.errors import PdtraceError
-from pdtrace.inflight import ProcessState
 from pdtrace.slo import DEFAULT_SLO, Slo, read_slo
 
 GENERATED = Path(__file__).resolve().parent / "generated"
@@ -41,26 +39,8 @@ BOARDS: tuple[Callable[[Slo], Board], ...] = (
 
 def boards(slo: Slo = DEFAULT_SLO) -> dict[str, Json]:
     """Every board as JSON, by uid."""
-    lost = queries.series(
-        names.PROCESS_STATE,
-        queries.equal("state", ProcessState.LOST.value),
-        v.BY_ROLE,
-        v.BY_WORKER,
-    )
-    firing = queries.series(
-        names.ALERTS, queries.equal("alertstate", "firing"), queries.equal("component", "pdtrace")
-    )
-    annotations = (
-        ("Alerts", _onset(firing), colours.BAD, "{{alertname}}"),
-        ("Lost processes", _onset(f"{lost} == 1"), colours.WARN, "{{instance}} was lost"),
-    )
     made = [make(slo) for make in BOARDS]
-    return {board.uid: board_json(board, annotations) for board in made}
-
-
-def _onset(expr: str) -> str:
-    """Only where it begins: a line. The shaded stretches of many alerts would hide the data."""
-    return f"({expr}) unless ({expr.replace('}', '} offset $__interval', 1)})"
+    return {board.uid: board_json(board, marks()) for board in made}
 
 
 def files(slo: Slo = DEFAULT_SLO, places: Places = PATHS) -> Mapping[str, str]:

@@ -1,7 +1,8 @@
 """One colour for each stage, outcome, process state and quantile, on every board.
 
-Owns hues only; what a stage is stands in `pdtrace.stages`. Neighbours in the chain differ most, and
-a role keeps a hue: gateway blue, prefill green, transfer violet, decode orange, pauses red.
+Owns hues only; what a stage is stands in `pdtrace.stages`. A role keeps a hue: gateway blue,
+prefill green, transfer violet, decode orange, pauses red. What is drawn over stages (quantiles, the
+whole request, limits) has colours that no stage comes near.
 """
 
 from __future__ import annotations
@@ -37,13 +38,19 @@ STATES: Mapping[str, str] = MappingProxyType(
         ProcessState.LOST.value: "#F2495C",
     }
 )
+NOT_READY = DRAINS = "#FADE2A"
 
-GOOD, WARN, BAD, CALM = "green", "orange", "red", "blue"
+GOOD, WARN, BAD, CALM, UNKNOWN = "green", "orange", "red", "blue", "text"
 
 CALM_LINE = "#8E8E8E"
-"""What stands beside a line that has a colour of its own."""
+"""The median beside a 99th percentile in a stage's own colour."""
 
-QUANTILES: Mapping[str, str] = MappingProxyType({"p50": "#5794F2", "p99": "#FF9830"})
+WHOLE = "#FF5FAF"
+"""The whole request over its stages, and its 99th percentile."""
+QUANTILES: Mapping[str, str] = MappingProxyType({"p50": "#5794F2", "p99": WHOLE})
+
+BURNS = ("blue", "yellow", "orange", "red")
+"""From the slowest burn to the fastest: of the line and of its limit."""
 
 KV: Mapping[str, str] = MappingProxyType(
     {"free": "#37872D", "cached": "#96D98D", "reserved": "#FADE2A", "used": "#FF9830"}

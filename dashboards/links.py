@@ -44,7 +44,7 @@ def _kept(*names: str) -> str:
     return "&".join(f"${{{name}:queryparam}}" for name in names)
 
 
-_ALL = _kept(v.PROMETHEUS, v.JAEGER, v.MODEL, v.ROLE, v.WORKER, v.JAEGER_UI)
+_ALL = _kept(v.PROMETHEUS, v.JAEGER, v.MODEL, v.ROLE, v.WORKER, v.STEP, v.JAEGER_UI)
 
 
 def board(title: str, uid: str) -> Link:
@@ -66,7 +66,7 @@ def slow_in_this_stage() -> Link:
 
 def worker(uid: str = WORKERS) -> Link:
     """What the series' own worker does."""
-    kept = _kept(v.PROMETHEUS, v.JAEGER, v.MODEL, v.JAEGER_UI)
+    kept = _kept(v.PROMETHEUS, v.JAEGER, v.MODEL, v.STEP, v.JAEGER_UI)
     label = "${__field.labels.instance}"
     return Link(title="This worker", url=f"/d/{uid}?var-{v.WORKER}={label}&{kept}&{_TIME}")
 

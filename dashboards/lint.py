@@ -8,6 +8,7 @@ or nothing at all without saying so, a rule says so. Without FILE: the generated
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -28,9 +29,19 @@ _VARIABLE = re.compile(r"\$\{(\w+)[^}]*\}|\$(\w+)")
 _STAND_IN = "5m"
 _TEXT = re.compile(r'"[^"]*"')
 _EXACT_VARIABLE = re.compile(r'!?="\$\{?(\w+)')
+_OFFSET = re.compile(r"offset \$\w+")
 _WINDOWS = re.compile(r"\[([^\]]+)\]")
 _PANEL_WINDOWS = frozenset({"$__rate_interval", "$__range", "$__interval"})
 _ROUND_SCALES = frozenset({60.0, 100.0, 1000.0, 1024.0, 1e6, 1e9, 1048576.0, 1073741824.0})
+_LABEL_VALUES = re.compile(r"label_values\((?:(.+),)?\s*\w+\s*\)")
+_QUERY_RESULT = re.compile(r"query_result\((.+)\)")
+_NO_PROMQL = re.compile(r"label_names\(\)|metrics\(.*\)")
+_PLACE = re.compile(r"\{\{\s*(\w+)\s*\}\}")
+_ANY_LABEL = re.compile(r"\{\{\s*\w+\s*\}\}")
+_CALM = re.compile(r"(?:semi-dark-|dark-|light-|super-light-)?green|#73BF69", re.IGNORECASE)
+_REGEXP = re.compile(r"/(.*?)/[gimys]*")
+_GROUP = re.compile(r"\([^()]*\)|\[[^\]]*\]")
+_OPEN = re.compile(r"(?<!\\)(?:\.[*+?]*|[*+?]|\{\d*,?\d*\})")
 _TAG = re.compile(r'[\w.]+=(?:"[^"]*"|[^\s"]*)')
 
 
@@ -57,6 +68,9 @@ def lint(board: Json) -> list[Finding]:
     for variable in _variables(board).values():
         where = f"{title} / ${variable['name']}"
         found += [Finding(where, rule, what) for rule, what in _of_variable(variable, board)]
+    for annotation in board.get("annotations", {}).get("list", ()):
+        where = f"{title} / annotation {annotation.get('name')}"
+        found += [Finding(where, rule, what) for rule, what in _of_annotation(annotation, board)]
     for panel in _panels(board):
         where = f"{title} / {panel.get('title') or panel.get('id')}"
         found += [Finding(where, rule, what) for rule, what in _of_panel(panel, board)]
@@ -123,12 +137,41 @@ def _of_variable(variable: Json, board: Json) -> Found:
             yield "template-query-shape", "some versions mangle a query that is a bare string"
         if variable.get("includeAll") and variable.get("allValue") != ".*":
             yield "template-all", "All is a long alternation instead of .*"
+        yield from _of_values(variable, board)
     rest = json.dumps({key: value for key, value in board.items() if key != "templating"})
     others = [v for v in _variables(board).values() if v is not variable]
     if not re.search(rf"\$(\{{{name}\b|{name}\b)", rest + json.dumps(others)):
         yield "unused-variable", "declared and never used"
     elif kind != "datasource" and not re.search(rf"\$(\{{{name}\b|{name}\b)", rest):
         yield "unused-variable", "used by other variables only"
+
+
+def _of_values(variable: Json, board: Json) -> Found:
+    """Where its values come from: a selector, or a query whose answer is read."""
+    query = variable.get("query")
+    text = query.get("query", "") if isinstance(query, dict) else str(query or "")
+    yield from _of_names(text, board)
+    asked = _LABEL_VALUES.fullmatch(text) or _QUERY_RESULT.fullmatch(text)
+    if asked is None:
+        if not _NO_PROMQL.fullmatch(text):
+            yield "template-query", f"{text!r} is no query for values"
+    elif asked[1]:
+        rules = _SELECTOR_RULES if text.startswith("label_values") else _PROMQL_RULES
+        yield from _of_expression(asked[1], rules, board)
+
+
+# -- annotations -----------------------------------------------------------------------------------
+
+
+def _of_annotation(annotation: Json, board: Json) -> Found:
+    target = annotation.get("target") or {}
+    expr = target.get("expr") or annotation.get("expr")
+    if not expr:
+        return  # Grafana's own, of alerts and tags
+    yield from _of_source(annotation, {}, board)
+    yield from _of_names(expr, board)
+    yield from _of_step(target)
+    yield from _of_expression(expr, _PROMQL_RULES, board)
 
 
 # -- panels ----------------------------------------------------------------------------------------
@@ -154,7 +197,8 @@ def _of_panel(panel: Json, board: Json) -> Found:
         if _kind(target, panel) == "jaeger":
             yield from _of_jaeger(target, panel, board)
         elif "expr" in target:
-            yield from _of_promql(target["expr"], panel, board)
+            yield from _of_step(target)
+            yield from _of_promql(target, panel, board)
     yield from _of_links(panel, board)
     yield from _of_stacking(panel)
 
@@ -162,26 +206,95 @@ def _of_panel(panel: Json, board: Json) -> Found:
 def _of_fields(panel: Json) -> Found:
     config = panel.get("fieldConfig", {})
     defaults = config.get("defaults", {})
-    unit = defaults.get("unit")
-    if panel["type"] in _VALUE_PANELS:
-        if not unit:
-            yield "panel-units", "no unit"
-        elif unit not in UNITS:
+    if panel["type"] in _VALUE_PANELS and not defaults.get("unit"):
+        yield "panel-units", "no unit"
+    for unit in _units(panel):
+        if unit not in UNITS:
             yield "panel-units", f"{unit!r} is no unit of Grafana"
     steps = defaults.get("thresholds", {}).get("steps", ())
     if [step.get("value") for step in steps] == [None, 80]:
         yield "default-threshold", "the editor's 80 was left in"
+    yield from _of_overrides(panel)
+    if panel["type"] in {"stat", "gauge", "bargauge"}:
+        yield from _of_single_value(panel)
+
+
+def _units(panel: Json) -> Iterator[str]:
+    """Wherever one may stand: of the panel, of one column, of an axis and of cells."""
+    config, options = panel.get("fieldConfig", {}), panel.get("options", {})
+    if unit := config.get("defaults", {}).get("unit"):
+        yield unit
+    for override in config.get("overrides", ()):
+        yield from (item["value"] for item in override["properties"] if item["id"] == "unit")
+    for part in ("yAxis", "cellValues"):
+        if unit := options.get(part, {}).get("unit"):
+            yield unit
+
+
+def _of_single_value(panel: Json) -> Found:
+    defaults = panel.get("fieldConfig", {}).get("defaults", {})
+    instant = all(target.get("instant") for target in panel.get("targets", ()))
+    calcs = panel.get("options", {}).get("reduceOptions", {}).get("calcs", [])
+    if not instant and set(calcs) & {"last", "lastNotNull"}:
+        yield "stat-reduce", "the latest value is calm right after an incident, and stays for ever"
+    steps = defaults.get("thresholds", {}).get("steps", ())
+    special = [m for m in defaults.get("mappings", ()) if m.get("type") == "special"]
+    said = any("null" in one.get("options", {}).get("match", "") for one in special)
+    if panel["type"] == "stat" and steps and _CALM.fullmatch(steps[0]["color"]) and not said:
+        yield "no-data-is-green", "no data has the lowest threshold's colour; map null to another"
+
+
+def _of_overrides(panel: Json) -> Found:
     legends = [target.get("legendFormat") or "" for target in panel.get("targets", ())]
-    if panel["type"] == "timeseries" and legends and not any("{{" in legend for legend in legends):
-        for override in config.get("overrides", ()):
-            matcher = override["matcher"]
-            if matcher["id"] == "byName" and matcher["options"] not in legends:
-                yield "dead-override", f"no series is called {matcher['options']!r}"
-    if panel["type"] == "stat" and unit == "percentunit":
-        instant = all(target.get("instant") for target in panel.get("targets", ()))
-        calcs = panel.get("options", {}).get("reduceOptions", {}).get("calcs", [])
-        if not instant and calcs == ["lastNotNull"]:
-            yield "stat-reduce", "the latest ratio reads calm right after an incident"
+    if panel["type"] != "timeseries" or not all(legends):
+        return  # series without a legend are called by all their labels
+    names = [_shape(legend, _ANY_LABEL) for legend in legends]
+    for override in panel.get("fieldConfig", {}).get("overrides", ()):
+        kind, wanted = override["matcher"]["id"], override["matcher"]["options"]
+        if kind == "byName":
+            shapes = [tuple(wanted)]
+        elif kind == "byRegexp":
+            slashed = _REGEXP.fullmatch(wanted)
+            if slashed is None:
+                yield "override-regexp", f"{wanted!r} has no slashes: it has to match whole names"
+            shapes = _shapes(wanted if slashed is None else slashed[1])
+        else:
+            continue
+        if not any(_may_meet(shape, name) for shape in shapes for name in names):
+            yield "dead-override", f"no series is called {wanted!r}"
+
+
+Shape = tuple[str | None, ...]
+"""Characters, and None for any number of any."""
+
+
+def _shape(text: str, wild: re.Pattern[str]) -> Shape:
+    made: list[str | None] = []
+    for part in wild.split(text):
+        made += [*part, None]
+    return tuple(made[:-1])
+
+
+def _shapes(pattern: str) -> list[Shape]:
+    """What a simple regular expression matches, or more: each of its alternatives."""
+    made: list[Shape] = []
+    for one in _GROUP.sub(".*", pattern).split("|"):
+        before, after = "" if one.startswith("^") else ".*", "" if one.endswith("$") else ".*"
+        shape = _shape(f"{before}{one.removeprefix('^').removesuffix('$')}{after}", _OPEN)
+        made.append(tuple(at for at in shape if at != "\\"))
+    return made
+
+
+@functools.cache
+def _may_meet(one: Shape, other: Shape) -> bool:
+    """Whether there is a text of both shapes."""
+    if not one or not other:
+        return all(at is None for at in (*one, *other))
+    if one[0] is None:
+        return _may_meet(one[1:], other) or _may_meet(one, other[1:])
+    if other[0] is None:
+        return _may_meet(other, one)
+    return one[0] == other[0] and _may_meet(one[1:], other[1:])
 
 
 def _of_source(target: Json, panel: Json, board: Json) -> Found:
@@ -192,6 +305,11 @@ def _of_source(target: Json, panel: Json, board: Json) -> Found:
         yield "panel-datasource", f"the data source is not a variable: {source}"
     elif match[1] not in _variables(board):
         yield "panel-datasource", f"no variable {match[1]} is declared"
+
+
+def _of_step(target: Json) -> Found:
+    if not target.get("interval"):
+        yield "target-min-step", "no minimum step: a rate's window may be shorter than two scrapes"
 
 
 def _of_names(value: object, board: Json) -> Found:
@@ -255,7 +373,28 @@ def _of_stacking(panel: Json) -> Found:
 # -- PromQL ----------------------------------------------------------------------------------------
 
 
-def _of_promql(expr: str, panel: Json, board: Json) -> Found:
+def _of_promql(target: Json, panel: Json, board: Json) -> Found:
+    expr = target["expr"]
+    yield from _of_expression(expr, _PROMQL_RULES, board)
+    try:
+        tree = promql.parse(_readable(expr))
+    except PromqlError:
+        return
+    if panel["type"] == "heatmap" and not (
+        isinstance(tree, promql.Aggregation) and "le" in tree.by
+    ):
+        yield "quantile-without-le", "a heatmap needs its buckets by le"
+    if panel.get("fieldConfig", {}).get("defaults", {}).get("unit") == "s":
+        yield from _sums_alone(tree)
+    left = promql.labels(tree)
+    for label in _PLACE.findall(target.get("legendFormat") or ""):
+        if left is not None and label not in left:
+            yield "legend-label", f"{{{{{label}}}}} is always empty: the query drops {label}"
+
+
+def _of_expression(
+    expr: str, rules: Sequence[Callable[[promql.Node], Found]], board: Json
+) -> Found:
     for window in _WINDOWS.findall(_TEXT.sub('""', expr)):
         if window.split(":")[0] not in _PANEL_WINDOWS:
             yield "target-rate-interval", f"[{window}] is empty or stale at another range"
@@ -264,23 +403,17 @@ def _of_promql(expr: str, panel: Json, board: Json) -> Found:
     except PromqlError as error:
         yield "target-promql", str(error)
         return
-    for rule in _PROMQL_RULES:
+    for rule in rules:
         yield from rule(tree)
     for match in _EXACT_VARIABLE.finditer(expr):
         if _variables(board).get(match[1], {}).get("multi"):
             yield "multi-needs-regex", f"${match[1]} may have several values"
-    if panel["type"] == "heatmap" and not (
-        isinstance(tree, promql.Aggregation) and "le" in tree.by
-    ):
-        yield "quantile-without-le", "a heatmap needs its buckets by le"
-    if panel.get("fieldConfig", {}).get("defaults", {}).get("unit") == "s":
-        yield from _sums_alone(tree)
 
 
 def _readable(expr: str) -> str:
     """With something in place of Grafana's variables, so that it is PromQL."""
-    windows = re.sub(r"\[\$[^\]]+\]", f"[{_STAND_IN}]", expr)
-    return _VARIABLE.sub("x", windows)
+    windows = _OFFSET.sub(f"offset {_STAND_IN}", expr)
+    return _VARIABLE.sub("x", re.sub(r"\[\$[^\]]+\]", f"[{_STAND_IN}]", windows))
 
 
 def _quantiles(tree: promql.Node) -> Found:
@@ -348,17 +481,26 @@ def _matchers(tree: promql.Node) -> Found:
                 yield "fixed-target", f"{label}={value!r} is one installation's"
 
 
+def _whole_edges(tree: promql.Node) -> Found:
+    """`le="1"` and `le="1.0"` are two series: which there is depends on how it is exposed."""
+    for selector in promql.selectors(tree):
+        for label, operator, value in selector.matchers:
+            if label == "le" and operator in {"=", "!="} and re.fullmatch(r"\d+(\.0*)?", value):
+                yield "whole-number-le", f"le{operator}{value!r}: some expose it as {value}.0"
+
+
 def _filled_in(tree: promql.Node) -> Found:
     if any(True for _ in promql.calls(tree, "vector")):
         yield "no-zero-for-nothing", "or vector(0) shows a calm 0 where there are no data"
 
 
+_SELECTOR_RULES: Sequence[Callable[[promql.Node], Found]] = (_matchers, _whole_edges)
 _PROMQL_RULES: Sequence[Callable[[promql.Node], Found]] = (
+    *_SELECTOR_RULES,
     _quantiles,
     _counters,
     _ratios,
     _scaling,
-    _matchers,
     _filled_in,
 )
 

@@ -26,11 +26,13 @@ class Selector:
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """`op by (labels) (inner)`; `by` is empty without one, and for `without`."""
+    """`op by (labels) (inner)`; `by` is empty without one, and for `without (labels)`, which
+    `without` has then."""
 
     op: str
     by: tuple[str, ...]
     inner: Node
+    without: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +85,12 @@ def _node(expr: object) -> Node:
             return _selector(expr.vector_selector, window=True)
         case pp.AggregateExpr():
             modifier = expr.modifier
-            by: tuple[str, ...] = ()
-            if modifier is not None and modifier.type == pp.AggModifierType.By:
-                by = tuple(modifier.labels)
-            return Aggregation(str(expr.op), by, _node(expr.expr))
+            if modifier is None:
+                return Aggregation(str(expr.op), (), _node(expr.expr))
+            labels = tuple(modifier.labels)
+            if modifier.type == pp.AggModifierType.By:
+                return Aggregation(str(expr.op), labels, _node(expr.expr))
+            return Aggregation(str(expr.op), (), _node(expr.expr), without=labels)
         case pp.Call():
             return Call(expr.func.name, tuple(_node(argument) for argument in expr.args))
         case pp.BinaryExpr():
@@ -167,6 +171,40 @@ def factors(node: Node) -> Iterator[float]:
             for side in (found.left, found.right):
                 if isinstance(side, Number):
                     yield side.value
+
+
+def labels(node: Node) -> frozenset[str] | None:
+    """Labels that its series may have; None where they are not written in the query."""
+    match node:
+        case Selector():
+            return None
+        case Aggregation("topk" | "bottomk", _, inner):
+            return labels(inner)
+        case Aggregation(_, by, inner, without):
+            kept = labels(inner)
+            if without is None:
+                return frozenset(by)
+            return None if kept is None else kept - frozenset(without)
+        case Call("label_replace" | "label_join", (inner, Text(made), *_)):
+            kept = labels(inner)
+            return None if kept is None else kept | {made}
+        case Call("histogram_quantile", (*_, inner)):
+            kept = labels(inner)
+            return None if kept is None else kept - {"le"}
+        case Call("scalar" | "vector" | "absent", _) | Number() | Text():
+            return frozenset()
+        case Call(_, arguments):
+            return labels(arguments[0]) if arguments else frozenset()
+        case Binary(op, left, right):
+            return _joined(op, left, right)
+
+
+def _joined(op: str, left: Node, right: Node) -> frozenset[str] | None:
+    mine, others = labels(left), labels(right)
+    if op in {"and", "unless"}:
+        return mine
+    # Which side's labels stay depends on the matching; a number has none.
+    return None if mine is None or others is None else mine | others
 
 
 def number_of(node: Node) -> float | None:

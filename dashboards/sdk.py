@@ -8,6 +8,7 @@ nothing of stages and metrics.
 from __future__ import annotations
 
 import json
+import re
 import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,6 +38,16 @@ NOT_SHOWN = "Not shown: "
 """Begins the part of every description that says what the panel leaves out."""
 EMPTY_WHILE = "Empty while "
 """Begins the sentence of a description that says when the panel has no data in health."""
+STEP = "step"
+"""The board's variable for the least step of rates: `$__rate_interval` is at least four of them,
+whatever the data source says, so that a window always holds two scrapes."""
+LIVE_STEP = "5s"
+"""Least step of what needs no window: a stall shows as soon as it is scraped."""
+_MARK_STEP = "30s"
+"""Of annotations; Grafana's own 60 s would miss what is over sooner."""
+_OVERLAP = " Each bar is of the window before it, four steps: neighbours overlap."
+_UNKNOWN = "text"
+"""Colour of a value that is not there: neither good nor bad."""
 EMPTY_WHERE = "Empty where "
 """The same, of a panel that has none at some values of its variables; at All it has."""
 
@@ -58,6 +69,9 @@ UNITS = frozenset(
 PROMETHEUS = common.DataSourceRef(type_val="prometheus", uid="${prometheus}")
 JAEGER = common.DataSourceRef(type_val="jaeger", uid="${jaeger}")
 
+_PLACE = re.compile(r"\{\{\w+\}\}")
+_SPECIAL = re.compile(r"[.*+?^$(){}|\[\]\\/]")
+
 Json = dict[str, Any]
 PanelBuilder = cog.Builder[m.Panel]
 Variable = cog.Builder[m.VariableModel]
@@ -73,6 +87,21 @@ class Query:
     legend: str
     exemplar: bool = False
     instant: bool = False
+
+    @property
+    def step(self) -> str:
+        """Minimum step, in Grafana's words."""
+        return f"${STEP}" if "[$__rate_interval]" in self.expr else LIVE_STEP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotation:
+    """Marks in time on every panel of a board: one for each series of a query, when it has one."""
+
+    name: str
+    expr: str
+    colour: str
+    title: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +199,24 @@ def stable_id(title: str) -> int:
     return zlib.crc32(title.encode()) % 100_000 + 1
 
 
+# -- legends ---------------------------------------------------------------------------------------
+
+
+def legends(legend: str, label: str, palette: Mapping[str, str]) -> dict[str, str]:
+    """Pattern of the series that have each value of a label in their legend → its colour."""
+    before, _, after = legend.partition(f"{{{{{label}}}}}")
+    head, tail = _any_value(before), _any_value(after)
+    return {f"^{head}{_literal(value)}{tail}$": colour for value, colour in palette.items()}
+
+
+def _any_value(legend: str) -> str:
+    return ".*".join(map(_literal, _PLACE.split(legend)))
+
+
+def _literal(text: str) -> str:
+    return _SPECIAL.sub(r"\\\g<0>", text)
+
+
 # -- variables -----------------------------------------------------------------------------------
 
 
@@ -219,6 +266,8 @@ def lines(
     unit: str,
     *queries: Query,
     colours: Mapping[str, str] | None = None,
+    shades: Mapping[str, str] | None = None,
+    dashed: str | None = None,
     steps: Steps | None = None,
     stacked: bool = False,
     unstacked: tuple[str, ...] = (),
@@ -231,6 +280,9 @@ def lines(
 ) -> Panel:
     """Values over time.
 
+    colours    series → colour
+    shades     pattern of several series (`legends`) → colour of which each has a shade
+    dashed     pattern of series that are limits of others
     steps      thresholds, drawn as lines
     stacked    only for what adds up; `unstacked` are lines over it
     table      latest and highest value of each series beside its name; without it names alone,
@@ -240,7 +292,7 @@ def lines(
     panel = (
         ts.Panel()
         .title(title)
-        .description(describe(shows, lacks))
+        .description(describe(f"{shows}{_OVERLAP}" if bars else shows, lacks))
         .datasource(PROMETHEUS)
         .unit(unit)
         .min(0)
@@ -278,6 +330,14 @@ def lines(
                 m.DynamicConfigValue(id_val="custom.lineWidth", value=2),
             ]
         panel = panel.override_by_name(name, properties)
+    for pattern, colour in (shades or {}).items():
+        panel = panel.override_by_regexp(_regexp(pattern), [_shaded(colour)])
+    if dashed is not None:
+        style = m.DynamicConfigValue(
+            id_val="custom.lineStyle", value={"fill": "dash", "dash": [6, 6]}
+        )
+        unfilled = m.DynamicConfigValue(id_val="custom.fillOpacity", value=0)
+        panel = panel.override_by_regexp(_regexp(dashed), [style, unfilled])
     for ref, query in _numbered(queries):
         panel = panel.with_target(_prometheus(ref, query))
     return Panel(title=title, builder=panel, width=width, height=height, links=links)
@@ -291,29 +351,37 @@ def number(
     query: Query,
     *,
     steps: Steps,
-    calc: str = "lastNotNull",
+    over_time: str | None = None,
     texts: Mapping[str, tuple[str, str]] | None = None,
-    no_value: str = "no data",
+    no_value: tuple[str, str] = ("no data", _UNKNOWN),
     links: tuple[Link, ...] = (),
     width: int = 4,
     height: int = 4,
 ) -> Panel:
-    """One value, coloured by thresholds. `texts`: value → text and colour."""
+    """One value, coloured by thresholds: at the end of the range, so that a series that ended says
+    nothing any more.
+
+    over_time  how the values of the whole range make one, as `max`
+    texts      value → text and colour
+    no_value   text and colour where there is none; a threshold's would be the lowest's
+    """
+    calc = "lastNotNull" if over_time is None else over_time
+    graph = common.BigValueGraphMode.NONE if over_time is None else common.BigValueGraphMode.AREA
+    shown = replace(query, instant=over_time is None)
     panel = (
         stat.Panel()
         .title(title)
         .description(describe(shows, lacks))
         .datasource(PROMETHEUS)
         .unit(unit)
-        .no_value(no_value)
+        .no_value(no_value[0])
         .color_mode(common.BigValueColorMode.VALUE)
-        .graph_mode(common.BigValueGraphMode.AREA)
+        .graph_mode(graph)
         .reduce_options(cb.ReduceDataOptions().calcs([calc]))
         .thresholds(_thresholds(steps))
-        .with_target(_prometheus("A", query))
+        .mappings([*([_mapping(texts)] if texts else []), _nothing(*no_value)])
+        .with_target(_prometheus("A", shown))
     )
-    if texts:
-        panel = panel.mappings([_mapping(texts)])
     return Panel(title=title, builder=panel, width=width, height=height, links=links)
 
 
@@ -325,19 +393,22 @@ def bars(
     query: Query,
     *,
     steps: Steps,
+    colours: Mapping[str, str] | None = None,
+    no_value: str = "no data",
     highest: float | None = None,
     links: tuple[Link, ...] = (),
     width: int = 12,
     height: int = 8,
 ) -> Panel:
-    """The latest value of each series as a bar, coloured by thresholds."""
+    """The value of each series at the end of the range as a bar, coloured by thresholds, or by
+    `colours` where the colour says which series it is."""
     panel = (
         bargauge.Panel()
         .title(title)
         .description(describe(shows, lacks))
         .datasource(PROMETHEUS)
         .unit(unit)
-        .no_value("none")
+        .no_value(no_value)
         .min(0)
         .orientation(common.VizOrientation.HORIZONTAL)
         .display_mode(common.BarGaugeDisplayMode.BASIC)
@@ -349,8 +420,10 @@ def bars(
         .reduce_options(cb.ReduceDataOptions().calcs(["lastNotNull"]))
         .thresholds(_thresholds(steps))
         .color_scheme(d.FieldColor().mode(m.FieldColorModeId.THRESHOLDS))
-        .with_target(_prometheus("A", query))
+        .with_target(_prometheus("A", replace(query, instant=True)))
     )
+    for name, colour in (colours or {}).items():
+        panel = panel.override_by_name(name, [_fixed(colour)])
     if highest is not None:
         panel = panel.max(highest)
     return Panel(title=title, builder=panel, width=width, height=height, links=links)
@@ -521,10 +594,8 @@ def trace_view(
 # -- the board -----------------------------------------------------------------------------------
 
 
-def board_json(board: Board, annotations: Sequence[tuple[str, str, str, str]]) -> Json:
-    """The dashboard as Grafana reads it from a file.
-
-    annotations  name, PromQL, colour, title of each; at least one
+def board_json(board: Board, annotations: Sequence[Annotation]) -> Json:
+    """The dashboard as Grafana reads it from a file; it has at least one annotation.
 
     Raises ValueError for a line that does not fill its 24 columns, or two panels of one title.
     """
@@ -557,15 +628,15 @@ def board_json(board: Board, annotations: Sequence[tuple[str, str, str, str]]) -
         )
     for variable in board.variables:
         made = made.with_variable(variable)
-    for name, expr, colour, title in annotations:
+    for annotation in annotations:
         made = made.annotation(
             d.AnnotationQuery()
-            .name(name)
+            .name(annotation.name)
             .datasource(PROMETHEUS)
             .enable(True)
-            .icon_color(colour)
-            .expr(expr)
-            .title_format(title)
+            .icon_color(annotation.colour)
+            .expr(annotation.expr)
+            .title_format(annotation.title)
         )
     encoded = cast("Json", json.loads(JSONEncoder().encode(made.build())))
     encoded["panels"] = _placed(board)
@@ -628,7 +699,11 @@ def _clean(board: Json) -> Json:
             variable["query"] = {"query": variable["query"], "refId": variable["name"]}
     for annotation in board["annotations"]["list"]:
         annotation.pop("placement", None)  # it would hide them in a menu
-        annotation["target"] = {"expr": annotation.pop("expr"), "refId": "Anno"}
+        annotation["target"] = {
+            "expr": annotation.pop("expr"),
+            "refId": "Anno",
+            "interval": _MARK_STEP,
+        }
     for link in board["links"]:
         link.pop("placement", None)
     for panel in board["panels"]:
@@ -655,6 +730,7 @@ def _prometheus(ref: str, query: Query) -> p.Dataquery:
         .legend_format(query.legend)
         .editor_mode(pm.QueryEditorMode.CODE)
         .exemplar(query.exemplar)
+        .interval(query.step)
     )
     return made.instant() if query.instant else made.range()
 
@@ -687,8 +763,25 @@ def _fixed(colour: str) -> m.DynamicConfigValue:
     return m.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": colour})
 
 
+def _shaded(colour: str) -> m.DynamicConfigValue:
+    return m.DynamicConfigValue(id_val="color", value={"mode": "shades", "fixedColor": colour})
+
+
+def _regexp(pattern: str) -> str:
+    """Without slashes Grafana would anchor it at both ends."""
+    return f"/{pattern}/"
+
+
 def _links_property(links: Sequence[Link]) -> m.DynamicConfigValue:
     return m.DynamicConfigValue(id_val="links", value=[link.data() for link in links])
+
+
+def _nothing(text: str, colour: str) -> m.SpecialValueMap:
+    shown = m.ValueMappingResult(text=text, color=colour)
+    options = m.DashboardSpecialValueMapOptions(
+        match=m.SpecialValueMatch.NULL_AND_NAN, result=shown
+    )
+    return m.SpecialValueMap(options=options)
 
 
 def _mapping(texts: Mapping[str, tuple[str, str]]) -> m.ValueMap:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from dashboards.sdk import Json
+from dashboards.sdk import STEP, Json
 
 ALL: Mapping[str, str] = MappingProxyType({"model": ".*", "role": ".*", "worker": ".*"})
 """The variables at All."""
@@ -172,10 +172,16 @@ def _unquoted(value: str) -> str:
 
 
 def windows(*, range_s: float, step_s: float, scrape_s: float) -> dict[str, str]:
-    """Grafana's own variables for a range looked at, as its Prometheus data source works them out:
-    a rate looks back at least four scrapes, and never less far than the next point."""
+    """Grafana's own variables for a range looked at, as its Prometheus data source works them out
+    where the boards' least step is the scrape interval: a rate looks back at least four scrapes,
+    and never less far than the next point."""
     rate_s = max(step_s + scrape_s, 4 * scrape_s)
-    named = {"__rate_interval": rate_s, "__interval": step_s, "__range": range_s}
+    named = {
+        "__rate_interval": rate_s,
+        "__interval": step_s,
+        "__range": range_s,
+        STEP: scrape_s,
+    }
     return {name: f"{math.ceil(length_s)}s" for name, length_s in named.items()}
 
 

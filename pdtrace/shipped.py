@@ -37,9 +37,15 @@ _FOLDERS: Mapping[Shipped, tuple[tuple[Path, str], ...]] = MappingProxyType(
             (DATA / "generated" / "prometheus", "prometheus"),
             (DATA / "generated" / "grafana", "grafana"),
         ),
-        Shipped.COLLECTOR: ((DATA / "collector", ""),),
+        Shipped.COLLECTOR: (
+            (DATA / "collector", ""),
+            (DATA / "generated" / "boards", "generated/boards"),
+            (DATA / "generated" / "prometheus", "generated/prometheus"),
+        ),
     }
 )
+_BESIDE = {Path("compose.yaml"): (b"../dashboards/generated", b"./generated")}
+"""What compose.yaml finds in the checkout lies beside it where it is written out."""
 
 
 def files(what: Shipped) -> Iterator[tuple[Path, bytes]]:
@@ -55,7 +61,8 @@ def files(what: Shipped) -> Iterator[tuple[Path, bytes]]:
                 "or run it in a complete checkout"
             )
         for path in found:
-            yield Path(below) / path.relative_to(folder), path.read_bytes()
+            to = Path(below) / path.relative_to(folder)
+            yield to, path.read_bytes().replace(*_BESIDE.get(to, (b"", b"")))
 
 
 def write(what: Shipped, folder: Path, *, replace: bool = False) -> list[Path]:

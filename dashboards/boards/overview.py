@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dashboards import colours, links, names, queries
 from dashboards import variables as v
-from dashboards.boards import pieces
+from dashboards.boards import agents, pieces
 from dashboards.rules import recordings as rec
+from dashboards.rules.alerts import PAGE_BURNS, TICKET_BURNS
 from dashboards.sdk import (
-    EMPTY_WHERE,
     EMPTY_WHILE,
     PERCENT,
     REQUESTS_S,
@@ -25,7 +25,7 @@ from pdtrace.inflight import ProcessState
 from pdtrace.slo import Slo
 from pdtrace.stages import Outcome
 
-JOBS = queries.any_of("job", (names.AGENT_JOB, names.GATEWAY_JOB))
+JOBS = (names.AGENT_JOB, names.GATEWAY_JOB)
 
 
 def board(slo: Slo) -> Board:
@@ -53,50 +53,63 @@ def board(slo: Slo) -> Board:
                 ),
             ),
             Row(title="Error budget", panels=_budget(slo)),
+            Row(title="The telemetry itself", panels=agents.panels()),
         ),
     )
 
 
 def _alive() -> tuple[Panel, ...]:
-    # An agent without an exporter has no spans to drop, one without --out no lines to lose.
     lost = queries.total(
         " or ".join(
-            f"increase({metric}[{queries.RANGE}])"
-            for metric in (names.AGENT_DROPPED, names.AGENT_LINES_LOST)
+            # Some have the same labels, of which only the first would count.
+            f'label_replace(increase({counter}[{queries.RANGE}]), "loss", "{at}", "", "")'
+            for at, (counter, *_) in enumerate(agents.LOSSES)
         )
     )
     incomplete = queries.share(names.AGENT_INCOMPLETE, names.AGENT_REQUESTS, window=queries.RANGE)
-    ready = queries.total(queries.series(names.PROCESS_READY, v.BY_ROLE, v.BY_WORKER))
+    reached = queries.series(names.UP, queries.any_of("job", JOBS))
+    every_job = f"count(count by (job) ({reached})) == bool {len(JOBS)}"
+    ready = queries.series(names.PROCESS_READY, v.BY_ROLE, v.BY_WORKER)
+    gone = queries.series(
+        names.PROCESS_STATE,
+        queries.equal("state", ProcessState.LOST.value),
+        v.BY_ROLE,
+        v.BY_WORKER,
+    )
+    absent = queries.highest(f"1 - {ready} or {gone}", ("role", "instance"))
     firing = queries.series(
         names.ALERTS, 'alertstate="firing"', queries.equal("component", "pdtrace")
     )
     return (
         number(
             "Telemetry",
-            "Whether Prometheus reaches every agent and gateway. While it does not, every panel "
-            "below is silent or old, and silence is no good sign.",
-            "whether Jaeger receives traces: see requests by dominant stage out of span metrics.",
+            "Whether Prometheus reaches every agent and gateway that it knows, and knows one of "
+            "each. While it does not, every panel below is silent or old, and silence is no good "
+            "sign.",
+            "whether Jaeger receives traces: see finished and traced requests below.",
             SHORT,
-            Query(expr=f"min({queries.series(names.UP, JOBS)})", legend="telemetry"),
+            Query(expr=f"min({reached}) * ({every_job})", legend="telemetry"),
             steps=((None, colours.BAD), (1, colours.GOOD)),
-            texts={"0": ("a target is down", colours.BAD), "1": ("alive", colours.GOOD)},
-            no_value="no telemetry",
+            texts={"0": ("target missing", colours.BAD), "1": ("alive", colours.GOOD)},
+            no_value=("no telemetry", colours.BAD),
         ),
         number(
             "Agent lag",
-            "How long ago the slowest agent had read the rings to their end.",
-            "delays of the collector and of Jaeger behind the agent.",
+            "How long ago the slowest agent had read the rings to their end: the worst in the time "
+            "shown.",
+            "which agent it was, and delays of the collector and of Jaeger behind it.",
             SECONDS,
             Query(expr=queries.highest(names.AGENT_LAG), legend="lag"),
             steps=((None, colours.GOOD), (2, colours.WARN), (5, colours.BAD)),
-            calc="max",
+            over_time="max",
         ),
         number(
             "Spans lost",
-            "Spans dropped and requests that could not be written, in the time shown.",
-            "what a collector behind the agents lost, and records overwritten in the rings.",
+            "Spans dropped, requests that could not be written, records overwritten or torn, and "
+            "faults of an agent, in the time shown.",
+            "which of these: see what the agents lost below; what a collector behind them lost.",
             SHORT,
-            Query(expr=lost, legend="lost", instant=True),
+            Query(expr=lost, legend="lost"),
             steps=((None, colours.GOOD), (1, colours.BAD)),
         ),
         number(
@@ -105,17 +118,18 @@ def _alive() -> tuple[Panel, ...]:
             "time shown. Their parts are not to be trusted.",
             "requests whose loss nobody noticed; not a number while no request finishes.",
             PERCENT,
-            Query(expr=incomplete, legend="incomplete", instant=True),
+            Query(expr=incomplete, legend="incomplete"),
             steps=((None, colours.GOOD), (0.001, colours.WARN), (0.01, colours.BAD)),
         ),
         number(
-            "Processes ready",
-            "Processes that can take part in a generation, as the gateway says. "
-            f"{EMPTY_WHERE}the gateway alone is chosen.",
-            "the agents themselves. Model does not apply.",
+            "Processes not ready",
+            "Processes that cannot take part in a generation: those that the gateway knows and "
+            "gives no requests, and those that an agent found killed with nothing in their place.",
+            "which they are: see processes below; processes that ended in order. Model does not "
+            "apply.",
             SHORT,
-            Query(expr=ready, legend="ready"),
-            steps=((None, colours.BAD), (1, colours.GOOD)),
+            Query(expr=queries.total(absent), legend="not ready"),
+            steps=((None, colours.GOOD), (1, colours.BAD)),
             links=pieces.to(("Transfer and workers", links.WORKERS)),
         ),
         number(
@@ -126,12 +140,13 @@ def _alive() -> tuple[Panel, ...]:
             SHORT,
             Query(expr=f"count({firing})", legend="firing"),
             steps=((None, colours.GOOD), (1, colours.BAD)),
-            no_value="none",
+            no_value=("none", colours.UNKNOWN),
         ),
     )
 
 
 def _processes() -> Panel:
+    owner = ("role", "instance")
     in_state = (
         queries.series(
             names.PROCESS_STATE, queries.equal("state", state.value), v.BY_ROLE, v.BY_WORKER
@@ -139,19 +154,28 @@ def _processes() -> Panel:
         for state in ProcessState
     )
     state = " + ".join(
-        f"{index} * {queries.highest(one, ('role', 'instance'))}"
-        for index, one in enumerate(in_state, start=1)
+        f"{index} * {queries.highest(one, owner)}" for index, one in enumerate(in_state, start=1)
     )
     texts = {
         str(index): (name.value, colours.STATES[name.value])
         for index, name in enumerate(ProcessState, start=1)
     }
+    alive = list(ProcessState).index(ProcessState.ALIVE) + 1
+    unready = len(texts) + 1
+    texts[str(unready)] = ("not ready", colours.NOT_READY)
+    ready = queries.highest(
+        queries.series(names.PROCESS_READY, v.BY_ROLE, v.BY_WORKER), ("role", "instance")
+    )
+    # What the gateway says stands only where the ring has nothing worse to say.
+    refused = f"({ready} == 0) + {unready} unless ({state}) != {alive}"
     return states(
         "Processes",
-        "State of each process, read from its ring: alive, stalled (it has work and its loop does "
-        "not go round), closed in order, or lost.",
-        "whether a process is ready to serve, and processes of hosts without an agent.",
-        Query(expr=state, legend="{{instance}}"),
+        "State of each process: alive, not ready (it gets no requests: it loads, drains or does "
+        "not fit, as the gateway says), stalled (it has work and its loop does not go round), "
+        "closed in order, or lost, as its ring says.",
+        "what it works on, and processes of hosts without an agent while they are ready. Model "
+        "does not apply.",
+        Query(expr=f"{refused} or {state}", legend="{{instance}}"),
         texts,
         width=24,
         height=7,
@@ -181,7 +205,6 @@ def _users(slo: Slo) -> tuple[Panel, ...]:
             Query(
                 expr=rec.error_share(v.BY_MODEL, window=queries.RANGE),
                 legend="errors",
-                instant=True,
             ),
             steps=(
                 (None, colours.GOOD),
@@ -227,8 +250,11 @@ def _users(slo: Slo) -> tuple[Panel, ...]:
             "apply.",
             SECONDS,
             Query(
-                expr=queries.quantile(
-                    0.99, names.GATEWAY_TTFT, names.STREAMED, v.BY_MODEL, by=(names.MODEL,)
+                expr=pieces.by_model(
+                    queries.quantile(
+                        0.99, names.GATEWAY_TTFT, names.STREAMED, v.BY_MODEL, by=(names.MODEL,)
+                    ),
+                    names.MODEL,
                 ),
                 legend=f"{{{{{names.MODEL}}}}}",
             ),
@@ -250,28 +276,40 @@ def _users(slo: Slo) -> tuple[Panel, ...]:
     )
 
 
-def _missed(objective: rec.Objective, window: str) -> str:
+_BURNS = (*PAGE_BURNS, *TICKET_BURNS)
+"""Long window, short window, and the burn rate from which an alert holds both."""
+
+
+def _burn(objective: rec.Objective, long: str, short: str) -> Query:
+    """The lesser of both windows: what has to be above the rate for an alert."""
     slo = queries.equal("slo", objective.key)
-    return pieces.by_model(queries.series(rec.error_ratio(window), slo, v.BY_MODEL), names.MODEL)
+    over_long, over_short = (
+        queries.series(rec.error_ratio(window), slo, v.BY_MODEL) for window in (long, short)
+    )
+    lesser = f"({over_long} < {over_short} or {over_short} and {over_long})"
+    burn = pieces.by_model(f"{lesser} / {objective.budget:g}", names.MODEL)
+    return Query(expr=burn, legend=f"{{{{{names.MODEL}}}}} {long} and {short}")
 
 
 def _budget(slo: Slo) -> tuple[Panel, ...]:
+    rates = sorted(rate for *_, rate in _BURNS)
+    of_rate = dict(zip(rates, colours.BURNS, strict=True))
+    shades = {f"^.* {long} and {short}$": of_rate[rate] for long, short, rate in _BURNS}
+    pages, tickets = (
+        " and ".join(f"{rate:g}" for *_, rate in burns) for burns in (PAGE_BURNS, TICKET_BURNS)
+    )
     return tuple(
         lines(
             rec.burn_panel(objective),
-            f"{objective.promise} Burn 1 uses up the budget of 30 days in 30 days; alerts page at "
-            "14.4 and 6 (docs/dashboards.md).",
-            "what is left of the budget. Empty without the recording rules, and while nothing is "
-            "served. Role and worker do not apply.",
+            f"{objective.promise} Burn 1 uses up the budget of 30 days in 30 days. Each line is "
+            "the lesser of a long and a short window, and alerts above the dashed line of its "
+            f"colour: those at {pages} page, those at {tickets} are tickets.",
+            "what is left of the budget, and that little traffic alerts nobody. Empty without the "
+            "recording rules, and while nothing is served. Role and worker do not apply.",
             SHORT,
-            *(
-                Query(
-                    expr=f"{_missed(objective, window)} / {objective.budget:g}",
-                    legend=f"{{{{{names.MODEL}}}}} {window}",
-                )
-                for window in ("1h", "6h")
-            ),
-            steps=((None, "transparent"), (1, colours.WARN), (14.4, colours.BAD)),
+            *(_burn(objective, long, short) for long, short, _ in _BURNS),
+            shades=shades,
+            steps=((None, "transparent"), *of_rate.items()),
             width=8,
             to_one=True,
         )

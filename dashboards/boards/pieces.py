@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from dashboards import colours, links, names, queries
 from dashboards import variables as v
 from dashboards.sdk import (
@@ -15,12 +18,13 @@ from dashboards.sdk import (
     Query,
     Steps,
     bars,
+    legends,
     lines,
 )
 from pdtrace.analysis.baselines import NESTED_LEAVES
 from pdtrace.analysis.timeline import UNEXPLAINED
 from pdtrace.slo import Slo
-from pdtrace.stages import CHAINS, STAGE_BY_NAME, Mode, Stage
+from pdtrace.stages import CHAINS, STAGE_BY_NAME, Mode, Role, Stage
 
 CHAIN: tuple[Stage, ...] = tuple(
     STAGE_BY_NAME[name]
@@ -42,13 +46,21 @@ GENERATE = "decode.generate"
 _OLDEST = 8
 """Bars that can be read in a panel of the usual height."""
 
+NO_MODEL, NO_WORKER = "no model", "no worker"
+
+POOLS: Mapping[Role, tuple[str, ...]] = MappingProxyType(
+    {Role.PREFILL: ("prefill.queue",), Role.DECODE: ("decode.reserve", "decode.queue")}
+)
+"""Stages in which requests wait for a worker of a pool."""
+
 
 def stage_colours(stages: tuple[str, ...] = STALLING) -> dict[str, str]:
     return {stage: colours.STAGES[stage] for stage in stages}
 
 
-NO_MODEL = "no model"
-"""Legend of requests that were refused before they named one."""
+def stage_shades(legend: str) -> dict[str, str]:
+    """Of a stage's colour each of its series has a shade."""
+    return legends(legend, "stage", colours.STAGES)
 
 
 def by_model(expr: str, label: str) -> str:
@@ -74,6 +86,11 @@ def p50_and_p99(
         for q, name in ((0.5, "p50"), (0.99, "p99"))
     ]
     return made[0], made[1]
+
+
+def quantile_shades() -> dict[str, str]:
+    """Of the quantiles of several models."""
+    return legends("{{q}} {{model}}", "q", colours.QUANTILES)
 
 
 def latency_steps(limit_s: float) -> Steps:
@@ -109,18 +126,24 @@ def oldest_by_worker(title: str, slo: Slo, *, width: int = 12, height: int = 8) 
     by_worker = queries.highest(
         queries.series(names.OPEN_OLDEST_BY_WORKER, v.BY_WORKER), ("stage", "instance")
     )
+    by_stage = queries.highest(names.OPEN_OLDEST, ("stage",))
+    elsewhere = queries.named(
+        f"({by_stage} > 0 unless on (stage) {names.OPEN_OLDEST_BY_WORKER})", "instance", NO_WORKER
+    )
     return bars(
         title,
         "Age in its stage of the request that is longest in it, by the worker that has to end the "
-        f"stage; the {_OLDEST} oldest. Red from {slo.oldest_s:g} s. {EMPTY_WHILE}nothing is in "
-        "flight.",
-        "stages that no worker is known to have to end, as before a pair is chosen; how many wait. "
+        f"stage, or `{NO_WORKER}` where none is known to have to, as before a pair is chosen; the "
+        f"{_OLDEST} oldest. The colour says how old: red from {slo.oldest_s:g} s. "
+        f"{EMPTY_WHILE}nothing is in flight.",
+        "how many wait. Model and role do not apply. "
         f"In {GENERATE} long answers are old without harm (limit {slo.oldest_generate_s:g} s).",
         SECONDS,
         Query(
-            expr=f"topk({_OLDEST}, {by_worker})", legend="{{stage}} · {{instance}}", instant=True
+            expr=f"topk({_OLDEST}, {by_worker} or {elsewhere})", legend="{{stage}} · {{instance}}"
         ),
         steps=latency_steps(slo.oldest_s),
+        no_value="none",
         links=(links.worker(), links.slow_in_this_stage()),
         width=width,
         height=height,
@@ -178,6 +201,7 @@ def kv_pages(title: str, *, width: int = 12, height: int = 8) -> Panel:
     held = queries.any_of("state", ("used", "reserved"))
     pages = queries.series(names.KV_PAGES, held, v.BY_ROLE, v.BY_WORKER)
     used = queries.total(pages, ("instance", "state"))
+    legend = "{{instance}} {{state}}"
     capacity = queries.total(
         queries.series(names.KV_CAPACITY, v.BY_ROLE, v.BY_WORKER), ("instance",)
     )
@@ -186,12 +210,13 @@ def kv_pages(title: str, *, width: int = 12, height: int = 8) -> Panel:
         "Share of each worker's KV pages that requests hold: used, or reserved for them. "
         f"{EMPTY_WHERE}no chosen worker has a pool.",
         "which requests they are (`pdtrace top`), pages kept for prefixes, which are given up when "
-        "they are needed, and pages held back from reuse.",
+        "they are needed, and pages held back from reuse. Model does not apply.",
         PERCENT,
         Query(
             expr=f"{used} / on (instance) group_left () {capacity}",
-            legend="{{instance}} {{state}}",
+            legend=legend,
         ),
+        shades=legends(legend, "state", colours.KV),
         links=(links.worker(),),
         width=width,
         height=height,

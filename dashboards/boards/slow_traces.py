@@ -52,6 +52,9 @@ def _stalled() -> tuple[Panel, ...]:
         queries.chosen(names.SPAN_MODEL, v.MODEL),
     )
     pair = (names.SPAN_PREFILL, names.SPAN_DECODE)
+    by_pair = queries.number(calls, pair, queries.RATE)
+    for label in pair:
+        by_pair = queries.named(by_pair, label, pieces.NO_WORKER)
     return (
         traces_table(
             "Slowest requests that stalled in this stage",
@@ -72,11 +75,11 @@ def _stalled() -> tuple[Panel, ...]:
             "Stalled requests by pair of workers",
             "Requests that stalled in the chosen stage, by the pair that served them, out of span "
             "metrics: is it one worker, or all?",
-            "requests that were never given a pair, and what is in flight. Role and worker do not "
-            "apply.",
+            f"what is in flight. Requests that were given none have `{pieces.NO_WORKER}`. Role and "
+            "worker do not apply.",
             SHORT,
             Query(
-                expr=queries.number(calls, pair, queries.RATE),
+                expr=by_pair,
                 legend=f"{{{{{names.SPAN_PREFILL}}}}} → {{{{{names.SPAN_DECODE}}}}}",
             ),
             stacked=True,
@@ -126,7 +129,8 @@ def _slow() -> tuple[Panel, ...]:
             "Request duration by model",
             "Quantiles of all requests out of span metrics. Points lead to traces.",
             "requests in flight, and requests that were not sampled before span metrics were made. "
-            "Role and worker do not apply.",
+            f"Requests that were refused before they were read have `{pieces.NO_MODEL}`. Role and "
+            "worker do not apply.",
             SECONDS,
             *pieces.p50_and_p99(
                 names.SPAN_DURATION,
@@ -135,6 +139,7 @@ def _slow() -> tuple[Panel, ...]:
                 exemplar=True,
                 model=names.SPAN_MODEL,
             ),
+            shades=pieces.quantile_shades(),
         ),
         lines(
             "Request duration by outcome",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dashboards import colours, links, names, queries
 from dashboards import variables as v
-from dashboards.boards import pieces
+from dashboards.boards import against_baseline, pieces
+from dashboards.rules.alerts import STALLING_SHARE
 from dashboards.sdk import (
     EMPTY_WHERE,
     PERCENT,
@@ -67,12 +68,12 @@ def _now(slo: Slo) -> tuple[Panel, ...]:
         number(
             "Stuck requests",
             "Requests that are older in their stage than it may become: half its deadline and "
-            "three times its 99th percentile (docs/agent.md).",
+            "three times its 99th percentile (docs/agent.md). The most in the time shown.",
             "which they are: `pdtrace top` and `pdtrace why --in-flight` name them.",
             SHORT,
             Query(expr=queries.total(names.OPEN_STUCK), legend="stuck"),
             steps=((None, colours.GOOD), (1, colours.BAD)),
-            calc="max",
+            over_time="max",
             width=6,
             height=8,
         ),
@@ -95,7 +96,7 @@ def _parts() -> tuple[Panel, ...]:
             SECONDS,
             Query(expr=f"{seconds} / scalar({finished})", legend="{{stage}}"),
             Query(expr=f"{whole} / {finished}", legend=MEAN),
-            colours={**pieces.stage_colours(pieces.PARTS), MEAN: "text"},
+            colours={**pieces.stage_colours(pieces.PARTS), MEAN: colours.WHOLE},
             stacked=True,
             unstacked=(MEAN,),
             links=(links.slow_in_this_stage(),),
@@ -112,16 +113,35 @@ def _parts() -> tuple[Panel, ...]:
                 expr=f"topk({_SHARES}, {queries.number(names.STAGE_PARTS, ('stage',))} "
                 f"/ scalar({queries.number(names.STAGE_PARTS)}))",
                 legend="{{stage}}",
-                instant=True,
             ),
             steps=((None, colours.CALM),),
+            colours=pieces.stage_colours(pieces.PARTS),
             highest=1.0,
             links=(links.slow_in_this_stage(),),
             width=8,
             height=10,
         ),
-        pieces.stalls_by_stage("Requests by dominant stage"),
-        pieces.stalls_in_span_metrics("Requests by dominant stage (span metrics)"),
+        pieces.stalls_by_stage("Requests by dominant stage", width=8),
+        _stalling(),
+        pieces.stalls_in_span_metrics("Requests by dominant stage (span metrics)", width=8),
+    )
+
+
+def _stalling() -> Panel:
+    stalls = queries.per_second(names.STALLS, ("stage",))
+    finished = queries.per_second(names.FINISHED)
+    return lines(
+        "Share of requests that stall by stage",
+        "Of the requests that finished, what part each stage held up. From the red line on, "
+        f"{STALLING_SHARE:.0%}, it is one stage's and no bad luck.",
+        "how many that is: see requests by dominant stage; requests in flight. Model, role and "
+        "worker do not apply.",
+        PERCENT,
+        Query(expr=f"{stalls} / scalar({finished})", legend="{{stage}}"),
+        colours=pieces.stage_colours(),
+        steps=pieces.limit_line(STALLING_SHARE),
+        links=(links.slow_in_this_stage(),),
+        width=8,
     )
 
 
@@ -147,6 +167,7 @@ def _one_stage(stage: Stage, slo: Slo) -> Panel:
 
 def _waits() -> tuple[Panel, ...]:
     waits = ("gateway.queue", "decode.reserve", "prefill.queue", "transfer.queue", "decode.queue")
+    by_worker, by_reason = "{{stage}} · {{instance}}", "{{stage}} · {{reason}}"
     of_waits = queries.any_of("stage", waits)
     stuck = queries.series(names.STUCK, v.BY_WORKER)
     return (
@@ -164,11 +185,13 @@ def _waits() -> tuple[Panel, ...]:
                     v.BY_WORKER,
                     by=("stage", "instance"),
                 ),
-                legend="{{stage}} · {{instance}}",
+                legend=by_worker,
             ),
+            shades=pieces.stage_shades(by_worker),
             links=(links.worker(), links.slow_in_this_stage()),
             width=12,
         ),
+        against_baseline.by_worker(),
         lines(
             "Time waited by reason",
             "Seconds waited per second, by what the requests waited for: how many waited for it at "
@@ -178,8 +201,9 @@ def _waits() -> tuple[Panel, ...]:
             SHORT,
             Query(
                 expr=queries.per_second(f"{names.STAGE_WAIT}_sum", ("stage", "reason")),
-                legend="{{stage}} · {{reason}}",
+                legend=by_reason,
             ),
+            shades=pieces.stage_shades(by_reason),
             stacked=True,
             links=(links.slow_in_this_stage(),),
             width=12,
@@ -205,12 +229,14 @@ def _waits() -> tuple[Panel, ...]:
             SHORT,
             Query(
                 expr=queries.number(stuck, ("stage", "instance"), queries.RATE),
-                legend="{{stage}} · {{instance}}",
+                legend=by_worker,
             ),
             stacked=True,
+            shades=pieces.stage_shades(by_worker),
             bars=True,
             links=(links.slow_in_this_stage(), links.worker()),
-            width=12,
+            width=24,
+            height=6,
             to_one=True,
         ),
     )

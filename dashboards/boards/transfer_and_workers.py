@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dashboards import colours, links, names, queries
 from dashboards import variables as v
-from dashboards.boards import pieces
+from dashboards.boards import against_baseline, pieces
+from dashboards.rules.alerts import IDLE_EACH, SILENT_S, WAITING_EACH
 from dashboards.sdk import (
     BYTES_S,
     EMPTY_WHERE,
@@ -18,9 +19,13 @@ from dashboards.sdk import (
     Query,
     Row,
     bars,
+    legends,
     lines,
+    states,
 )
+from pdtrace.inflight import ProcessState
 from pdtrace.slo import Slo
+from pdtrace.stages import Role
 
 PAIR = ("source", "destination")
 PAIR_LEGEND = "{{source}} → {{destination}}"
@@ -52,7 +57,8 @@ def _moving() -> tuple[Panel, ...]:
             "Since the loop last went round",
             "How long ago each process's loop last went round, read from its ring: an idle one "
             "goes round four times a second. It grows while a process is stopped.",
-            "processes that ended, and whether the loop did anything useful. Model does not apply.",
+            "processes that ended, and whether the loop did anything useful: see standing still. "
+            "Model does not apply.",
             SECONDS,
             Query(
                 expr=queries.highest(_of_workers(names.PROGRESS_AGE), ("role", "instance")),
@@ -77,19 +83,32 @@ def _moving() -> tuple[Panel, ...]:
             table=False,
             to_one=True,
         ),
-        lines(
-            "Requests by pair and outcome",
-            "Finished requests per second by the pair that served them last.",
-            "requests that were never given a pair, and attempts before the last. Model, role and "
-            "worker do not apply.",
-            REQUESTS_S,
-            Query(
-                expr=queries.per_second(names.BY_PAIR, ("prefill", "decode", "outcome")),
-                legend="{{prefill}} → {{decode}} {{outcome}}",
-            ),
-            width=8,
-            table=False,
+        _standing(),
+    )
+
+
+def _standing() -> Panel:
+    owner = ("role", "instance")
+    silent = queries.highest(_of_workers(names.PROGRESS_AGE), owner)
+    running = queries.total(_of_workers(names.RUNNING), owner)
+    passes = queries.number(_of_workers(names.STEPS), owner, queries.RATE)
+    idle = f"{running} > bool 0 and {passes} == 0"
+    texts = {
+        "0": ("moving", colours.STATES[ProcessState.ALIVE.value]),
+        "1": ("batch stands still", colours.STATES[ProcessState.STALLED.value]),
+        "2": ("loop stands still", colours.STATES[ProcessState.LOST.value]),
+    }
+    return states(
+        "Standing still",
+        f"Each process over time: moving, its loop silent for more than {SILENT_S} s, or requests "
+        "in its batch and no forward pass in the window.",
+        "processes that ended: see processes on PD overview. Model does not apply.",
+        Query(
+            expr=f"2 * ({silent} > bool {SILENT_S}) > 0 or {idle} or 0 * {silent}",
+            legend="{{instance}}",
         ),
+        texts,
+        width=8,
     )
 
 
@@ -177,7 +196,12 @@ def _busy() -> tuple[Panel, ...]:
             "Quantiles of (last minus first write) / (tokens - 1), of streams.",
             "single gaps: see gap between tokens on PD overview. Role and worker do not apply.",
             SECONDS,
-            *pieces.p50_and_p99(names.GATEWAY_TPOT, v.BY_MODEL, model=names.MODEL),
+            *pieces.p50_and_p99(
+                names.GATEWAY_TPOT,
+                v.BY_MODEL,
+                model=names.MODEL,
+            ),
+            shades=pieces.quantile_shades(),
             width=8,
         ),
         lines(
@@ -191,14 +215,40 @@ def _busy() -> tuple[Panel, ...]:
                 legend="{{instance}}",
             ),
             links=(links.worker(links.STAGES),),
-            width=24,
-            height=6,
+            width=12,
         ),
+        _pools(),
+    )
+
+
+def _pools() -> Panel:
+    def each(role: Role, stages: tuple[str, ...]) -> str:
+        waiting = queries.total(queries.series(names.OPEN, queries.any_of("stage", stages)))
+        alive = queries.series(
+            names.PROCESS_STATE,
+            queries.equal("role", role.value),
+            queries.equal("state", ProcessState.ALIVE.value),
+        )
+        return f"{waiting} / {queries.total(alive)}"
+
+    return lines(
+        "Requests waiting for each worker of a pool",
+        "How many requests wait for prefill, and how many for decode, by the workers of the pool "
+        f"that are alive. One pool above the red line, {WAITING_EACH:g}, and the other below the "
+        f"blue one, {IDLE_EACH:g}, is out of balance.",
+        "which worker they wait for, and the gateway's queue. Model, role and worker do not apply.",
+        SHORT,
+        *(
+            Query(expr=each(role, stages), legend=role.value)
+            for role, stages in pieces.POOLS.items()
+        ),
+        steps=((None, "transparent"), (IDLE_EACH, colours.CALM), (WAITING_EACH, colours.BAD)),
+        width=12,
+        to_one=True,
     )
 
 
 def _full() -> tuple[Panel, ...]:
-    states = ("state",)
     return (
         pieces.kv_pages("KV pages by worker and state"),
         lines(
@@ -207,31 +257,45 @@ def _full() -> tuple[Panel, ...]:
             "chosen worker has a pool.",
             "pages held back from reuse, which are in no state. Model does not apply.",
             SHORT,
-            Query(expr=queries.total(_of_workers(names.KV_PAGES), states), legend="{{state}}"),
+            Query(expr=queries.total(_of_workers(names.KV_PAGES), ("state",)), legend="{{state}}"),
             colours=colours.KV,
             stacked=True,
             width=6,
             table=False,
         ),
-        lines(
-            "KV pages held back",
-            "Pages that are not reused because a transfer may still touch them. It falls to 0 when "
-            f"nothing is in flight; if not, they leak. {EMPTY_WHERE}no chosen worker has a pool.",
-            "whose they are. Model does not apply.",
-            SHORT,
-            Query(
-                expr=queries.total(_of_workers(names.KV_HELD), ("instance",)), legend="{{instance}}"
-            ),
-            links=(links.worker(links.STAGES),),
-            width=6,
-            table=False,
-            to_one=True,
-        ),
+        _held_back(),
+    )
+
+
+def _held_back() -> Panel:
+    owner = ("role", "instance")
+    held = queries.highest(_of_workers(names.KV_HELD), owner)
+    busy = queries.highest(names.IN_FLIGHT, owner)
+    accounted = queries.total(
+        f"{_of_workers(names.KV_PAGES)} or {_of_workers(names.KV_HELD)}", owner
+    )
+    capacity = queries.highest(_of_workers(names.KV_CAPACITY), owner)
+    return lines(
+        "KV pages held back",
+        "Pages that are not reused because a transfer may still touch them, those of a worker "
+        "without a request once more by themselves, and pages that are in no state at all. What is "
+        "left when nothing is in flight leaks. "
+        f"{EMPTY_WHERE}no chosen worker has a pool.",
+        "whose they were: `pdtrace why`. Model does not apply.",
+        SHORT,
+        Query(expr=held, legend="{{instance}} held back"),
+        Query(expr=f"{held} and {busy} == 0", legend="{{instance}} held back while idle"),
+        Query(expr=f"{capacity} - {accounted}", legend="{{instance}} unaccounted"),
+        links=(links.worker(links.STAGES),),
+        width=6,
+        table=False,
+        to_one=True,
     )
 
 
 def _paths() -> tuple[Panel, ...]:
     transfer = queries.equal("stage", "transfer")
+    outcomes = "{{prefill}} → {{decode}} {{outcome}}"
     return (
         lines(
             "KV bytes per second by pair",
@@ -291,6 +355,20 @@ def _paths() -> tuple[Panel, ...]:
             "how many a request needs, and their queue. Model, role and worker do not apply.",
             SECONDS,
             Query(expr=queries.quantile(0.99, names.COPY_DURATION, by=PAIR), legend=PAIR_LEGEND),
+            width=12,
+        ),
+        against_baseline.by_pair(),
+        lines(
+            "Requests by pair and outcome",
+            "Finished requests per second by the pair that served them last.",
+            "requests that were never given a pair, and attempts before the last. Model, role and "
+            "worker do not apply.",
+            REQUESTS_S,
+            Query(
+                expr=queries.per_second(names.BY_PAIR, ("prefill", "decode", "outcome")),
+                legend=outcomes,
+            ),
+            shades=legends(outcomes, "outcome", colours.OUTCOMES),
             width=12,
         ),
     )

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from dashboards import links, names, queries
 from dashboards import variables as v
-from dashboards.boards.pieces import GENERATE
+from dashboards.boards.pieces import GENERATE, POOLS
 from dashboards.rules import recordings as rec
 from dashboards.rules.timing import NOMINAL, Timing
 from dashboards.sdk import stable_id
@@ -209,7 +209,7 @@ def _stage_by_worker(timing: Timing) -> Alert:
         description=f"Its mean over {rec.RECENT} is more than {STALLED_TIMES} times that of the "
         f"{rec.BASELINE} before, on this worker, and {STALLED_ABOVE_S:g} s above it.",
         board=links.STAGES,
-        panel="Waits by worker",
+        panel="Stages slower than usual by worker",
         stage="{{ $labels.stage }}",
         worker="{{ $labels.instance }}",
         chosen=((v.WORKER, "{{ $labels.instance }}"),),
@@ -230,7 +230,7 @@ def _stage_by_pair(timing: Timing) -> Alert:
         description=f"Its mean over {rec.RECENT} is more than {STALLED_TIMES} times that of the "
         f"{rec.BASELINE} before, for this pair, and {STALLED_ABOVE_S:g} s above it.",
         board=links.WORKERS,
-        panel="KV transfer by pair",
+        panel="Hand-overs slower than usual by pair",
         stage="{{ $labels.stage }}",
         worker="{{ $labels.destination }}",
         chosen=((v.WORKER, "{{ $labels.destination }}"),),
@@ -252,7 +252,7 @@ def _stalling(timing: Timing) -> Alert:
         description=f"The verdict on more than {STALLING_SHARE:.0%} of the requests that finished "
         "within 5m names this stage: it exceeded its own baseline, scaled to their tokens.",
         board=links.STAGES,
-        panel="Requests by dominant stage",
+        panel="Share of requests that stall by stage",
         stage="{{ $labels.stage }}",
     )
 
@@ -312,7 +312,7 @@ def _processes(timing: Timing) -> tuple[Alert, ...]:
             description=f"Its loop has not gone round for more than {SILENT_S} s, or it has "
             "requests in its batch and made no forward pass for 2m.",
             board=links.WORKERS,
-            panel="Since the loop last went round",
+            panel="Standing still",
             worker="{{ $labels.instance }}",
             chosen=((v.WORKER, "{{ $labels.instance }}"),),
         ),
@@ -350,8 +350,7 @@ def _balance(timing: Timing) -> Alert:
         )
         return f"{waiting} / {queries.total(alive)}"
 
-    prefill = each(("prefill.queue",), Role.PREFILL)
-    decode = each(("decode.reserve", "decode.queue"), Role.DECODE)
+    prefill, decode = (each(POOLS[role], role) for role in (Role.PREFILL, Role.DECODE))
 
     def short_of(full: str, idle: str, stage: str) -> str:
         condition = f"{full} > {WAITING_EACH:g} and {idle} < {IDLE_EACH:g}"
@@ -367,8 +366,8 @@ def _balance(timing: Timing) -> Alert:
         summary="Requests queue in {{ $labels.stage }} and none for the other pool",
         description=f"On average over 5m more than {WAITING_EACH:g} requests wait for each worker "
         f"of one pool, and less than {IDLE_EACH:g} for each of the other.",
-        board=links.STAGES,
-        panel="Open requests by stage",
+        board=links.WORKERS,
+        panel="Requests waiting for each worker of a pool",
         stage="{{ $labels.stage }}",
     )
 
@@ -471,7 +470,7 @@ def _telemetry(timing: Timing) -> tuple[Alert, ...]:
             description="The agents count finished requests and the collector's span metrics have "
             "had none for 10m: traces do not arrive.",
             board=links.OVERVIEW,
-            panel="Requests by dominant stage (span metrics)",
+            panel="Finished and traced requests",
         ),
         Alert(
             name="PDSpansLost",
@@ -483,7 +482,7 @@ def _telemetry(timing: Timing) -> tuple[Alert, ...]:
             description="Within 10m spans were dropped, requests could not be written, records "
             "were overwritten before they were read, or a fault of the agent cost some.",
             board=links.OVERVIEW,
-            panel="Spans lost",
+            panel="What the agents lost",
         ),
         Alert(
             name="PDRequestsIncomplete",
@@ -508,6 +507,6 @@ def _telemetry(timing: Timing) -> tuple[Alert, ...]:
             description=f"It has not read the rings to their end for more than {LAG_S} s, or its "
             f"loop has not gone round for {POLL_AGE_S} s. What it shows is old.",
             board=links.OVERVIEW,
-            panel="Agent lag",
+            panel="How far the agents are behind",
         ),
     )

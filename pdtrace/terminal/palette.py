@@ -48,7 +48,7 @@ COLOURS: Mapping[str, str] = MappingProxyType(
         "gateway.ingest": "#5fafff",
         "gateway.queue": "#87afd7",
         "gateway.route": "#5f87ff",
-        "gateway.dispatch": "#0087ff",
+        "gateway.dispatch": "#005fff",
         "hop.dispatch": "#00afd7",
         "decode.reserve": "#d7af00",
         "hop.publish": "#5fd7af",
@@ -67,7 +67,7 @@ COLOURS: Mapping[str, str] = MappingProxyType(
         "transfer.queue": "#d7afff",
         "transfer.copy": "#875fff",
         "decode.preempted": "#d70000",
-        "decode.gap": "#ff5f5f",
+        "decode.gap": "#ffafaf",
         UNEXPLAINED: "#bcbcbc",
     }
 )

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FROM: dict[str, str] = {
     "promtool": "Debian's package prometheus",
+    "prometheus": "Debian's package prometheus",
     "node": "Debian's package nodejs",
     "npm": "Debian's package npm",
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dashboards import build, colours, links, names, sdk, targets
+from dashboards import build, colours, links, names, promql, sdk, targets
 from dashboards import variables as v
 from dashboards.boards import pieces
 from dashboards.rules.alerts import alerts
@@ -33,11 +33,14 @@ def panel(uid: str, title: str) -> dict[str, Any]:
     return found
 
 
-def stage_overrides(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for override in one.get("fieldConfig", {}).get("overrides", ()):
-        for item in override["properties"]:
-            if item["id"] == "color":
-                yield override["matcher"]["options"], item["value"]["fixedColor"]
+def overrides(one: dict[str, Any]) -> dict[str, str]:
+    """Name or pattern → fixed colour."""
+    return {
+        override["matcher"]["options"]: item["value"]["fixedColor"]
+        for override in one.get("fieldConfig", {}).get("overrides", ())
+        for item in override["properties"]
+        if item["id"] == "color"
+    }
 
 
 def test_boards_are_these_five_with_fixed_uids() -> None:
@@ -68,25 +71,54 @@ def test_each_board_chooses_sources_model_role_and_worker(uid: str) -> None:
     assert variables["jaeger_ui"]["current"]["value"].startswith("http://")
 
 
-@each_board
-def test_a_stage_has_one_colour_everywhere(uid: str) -> None:
-    known = {stage.name for stage in STAGES} | {"unexplained"}
-    for one in panels(uid):
-        for name, colour in stage_overrides(one):
-            if name in known:
-                assert colour == colours.STAGES[name], one["title"]
-
-
 def test_every_stage_has_a_colour_of_its_own() -> None:
     assert {stage.name for stage in STAGES} <= set(colours.STAGES)
     assert len(set(colours.STAGES.values())) == len(colours.STAGES)
 
 
+LIVE = frozenset(
+    {
+        *(names.OPEN, names.OPEN_OLDEST, names.OPEN_OLDEST_BY_WORKER, names.OPEN_STUCK),
+        *(names.IN_FLIGHT, names.RUNNING, names.WAITING, names.STEPS, names.PROGRESS_AGE),
+        *(names.PROCESS_STATE, names.PROCESS_READY),
+    }
+)
+"""Read from the rings or told by heartbeats: they move while a request hangs."""
+
+
+def rows(uid: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Each heading and the panels below it."""
+    title, below = "", list[dict[str, Any]]()
+    for one in BOARDS[uid]["panels"]:
+        if one["type"] == "row":
+            yield title, below
+            title, below = one["title"], []
+        else:
+            below.append(one)
+    yield title, below
+
+
+def asked(one: dict[str, Any]) -> set[str]:
+    """Metrics of a panel."""
+    exprs = [target["expr"] for target in one["targets"] if "expr" in target]
+    filled = [targets.fill(expr, {**targets.ALL, **WINDOWS, "stage": "transfer"}) for expr in exprs]
+    return {one.name for expr in filled for one in promql.selectors(promql.parse(expr))}
+
+
+WINDOWS = targets.windows(range_s=3600, step_s=15, scrape_s=15)
+
+
 @pytest.mark.parametrize("uid", ["pd-overview", "pd-stages", "pd-workers"])
 def test_what_is_in_flight_stands_above_what_is_finished(uid: str) -> None:
-    rows = [one["title"] for one in BOARDS[uid]["panels"] if one["type"] == "row"]
-    live = max(at for at, title in enumerate(rows) if title.startswith("Now"))
-    assert not [title for title in rows[: live + 1] if title.startswith("Finished")]
+    titles = [title for title, _ in rows(uid)]
+    live = max(at for at, title in enumerate(titles) if title.startswith("Now"))
+    assert not [title for title in titles[: live + 1] if title.startswith("Finished")]
+    for title, below in rows(uid):
+        for one in below:
+            if title.startswith("Now"):
+                assert asked(one) <= LIVE, one["title"]
+            if title.startswith("Finished"):
+                assert not asked(one) & LIVE, one["title"]
 
 
 def test_telemetry_alive_comes_first() -> None:
@@ -102,7 +134,7 @@ def test_mean_stage_times_stack_up_to_the_mean_request() -> None:
     assert names.STAGE_PARTS in parts["expr"]
     assert f"{names.REQUEST_DURATION}_sum" in whole["expr"]
     # The remainder is one of the parts; the whole is a line over them.
-    assert "unexplained" in dict(stage_overrides(one))
+    assert "unexplained" in overrides(one)
     [line] = [
         override
         for override in one["fieldConfig"]["overrides"]
@@ -201,7 +233,7 @@ def test_layout_that_leaves_holes_is_refused(made: tuple[sdk.Panel, ...], says: 
         rows=(sdk.Row(title="row", panels=made),),
     )
     with pytest.raises(ValueError, match=says):
-        sdk.board_json(board, [("a", "up", "red", "a")])
+        sdk.board_json(board, [sdk.Annotation(name="a", expr="up", colour="red", title="a")])
 
 
 # -- what tests against real programs ask ----------------------------------------------------------
@@ -228,18 +260,24 @@ def test_every_query_can_be_filled_in() -> None:
     assert {uid for uid, _, _ in targets.annotation_queries(BOARDS)} == set(UIDS)
 
 
-@pytest.mark.case("DSH-04")
-@pytest.mark.parametrize("scrape_s", [5, 15, 60])
-@pytest.mark.parametrize("range_s", [300, 3600, 7 * 86_400])
-def test_rates_look_back_four_scrapes_at_any_range(scrape_s: int, range_s: int) -> None:
-    """Grafana's rule for $__rate_interval; no board has a window of its own (`lint`)."""
-    step_s = max(scrape_s, range_s / 1_000)
-    windows = targets.windows(range_s=range_s, step_s=step_s, scrape_s=scrape_s)
-    assert float(windows["__rate_interval"][:-1]) >= max(4 * scrape_s, step_s)
+def test_every_query_has_a_least_step() -> None:
+    """Of a rate it is the variable, of which the window is four; what has no window is live."""
     for target in targets.targets(BOARDS):
         if target.kind == "prometheus":
             used = set(re.findall(r"\[([^\]\"]+)\]", re.sub(r'"[^"]*"', "", target.expr)))
             assert used <= {"$__rate_interval", "$__range"}, target.panel
+            wanted = "$step" if "$__rate_interval" in used else sdk.LIVE_STEP
+            assert target.fields["interval"] == wanted, target.panel
+
+
+@each_board
+def test_models_and_workers_that_a_request_may_lack_are_named_in_legends(uid: str) -> None:
+    for target in targets.targets({uid: BOARDS[uid]}):
+        if target.kind != "prometheus":
+            continue
+        for label in (names.MODEL, names.SPAN_PREFILL, names.SPAN_DECODE):
+            if f"{{{{{label}}}}}" in target.fields["legendFormat"]:
+                assert re.search(rf'"{label}", "no \w+", "{label}", ""\)', target.expr)
 
 
 def test_missing_variable_is_an_error() -> None:

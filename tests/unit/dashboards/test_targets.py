@@ -36,6 +36,7 @@ def test_what_is_not_chosen_is_as_the_board_has_it() -> None:
         "jaeger_ui": "http://127.0.0.1:16686",
         "stage": "decode.reserve",
         "min_duration": "1ms",
+        "step": "30s",
     }
 
 

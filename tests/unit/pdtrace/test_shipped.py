@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from pdtrace import shipped
@@ -29,6 +31,24 @@ def test_rules_come_in_both_formats(tmp_path: Path) -> None:
     assert run("rules", str(tmp_path))[0] == 0
     assert (tmp_path / "prometheus" / "pdtrace.rules.yml").exists()
     assert (tmp_path / "grafana" / "alerts.yaml").exists()
+
+
+def test_composed_services_find_their_files_in_an_exported_copy(tmp_path: Path) -> None:
+    """Beside them: there is no checkout around it."""
+    assert run("collector", str(tmp_path))[0] == 0
+    services = yaml.safe_load((tmp_path / "compose.yaml").read_text())["services"]
+    mounted = {
+        re.sub(r"\$\{\w+:-(.*?)\}", r"\1", volume).split(":")[0]
+        for service in services.values()
+        for volume in service.get("volumes", ())
+    }
+    files = {path for path in mounted if "/" in path}
+    assert "./generated/boards" in files
+    for path in files:
+        assert (tmp_path / path).exists(), path
+        assert (tmp_path / path).resolve().is_relative_to(tmp_path), path
+    checkout = Path(__file__).resolve().parents[3] / "collector" / "compose.yaml"
+    assert "../dashboards/generated" in checkout.read_text()
 
 
 def test_files_that_differ_are_overwritten_on_demand_only(tmp_path: Path) -> None:
