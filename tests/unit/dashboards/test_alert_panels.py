@@ -23,6 +23,8 @@ GUARDS: Mapping[str, str] = {
     **{rec.events(window): ENOUGH for window in rec.LONG_WINDOWS},
     f"{names.STAGE_DURATION}_count": ENOUGH,
     f"{names.PAIR_STAGE_DURATION}_count": ENOUGH,
+    f"{names.STAGE_DURATION}_bucket": ENOUGH,
+    f"{names.PAIR_STAGE_DURATION}_bucket": ENOUGH,
 }
 """What is asked and need not be drawn, and why."""
 
