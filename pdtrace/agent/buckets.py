@@ -17,10 +17,11 @@ from collections.abc import Iterable, Mapping
 DURATION_EDGES_S = (
     0.000_01, 0.000_025, 0.000_05, 0.000_1, 0.000_25, 0.000_5, 0.001_5, 0.002_5, 0.005, 0.007_5,
     0.015, 0.025, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.25, 1.75, 2.5, 3.5, 5.5,
-    7.5, 12.5, 25.5, 45.5, 90.5, 180.5, 360.5,
+    7.5, 12.5, 25.5, 45.5, 90.5, 180.5, 360.5, 605.5,
 )  # fmt: skip
 """Upper edges, seconds: some 50 % apart where requests spend their time, from a hop between two
-processes to a request that hangs."""
+processes to a request that its deadline ends, after ten minutes, and its end's way to whoever
+measures. What is above the last edge has no quantile."""
 
 COUNT_EDGES = (0.5, 1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5)
 """Upper edges for counts such as batch sizes: halves, so that a whole count is never on an edge,
