@@ -4,6 +4,7 @@ python -m dashboards.build                        write what changed
 python -m dashboards.build --check                exit code 1 if something would change
 python -m dashboards.build --slo FILE --out DIR   your own objectives, written elsewhere
 
+Elsewhere the runbook pages and `slo.env`, the objectives for other programs, lie beside them.
 With --grafana URL and --runbooks URL the links of alerts are whole addresses.
 """
 
@@ -17,16 +18,17 @@ from pathlib import Path
 
 from dashboards.annotations import marks
 from dashboards.boards import one_request, overview, slow_traces, stages, transfer_and_workers
-from dashboards.links import PATHS, Places
 from dashboards.rules import grafana, prometheus
 from dashboards.rules.alerts import alerts
 from dashboards.rules.recordings import recordings
 from dashboards.sdk import Board, Json, board_json
-from pdtrace.agent.buckets import DURATION_EDGES_S, SLO_VARIABLE, edge_of
+from pdtrace.agent.slo_environment import environment_file
+from pdtrace.alert_links import PATHS, Places
 from pdtrace.errors import PdtraceError
 from pdtrace.slo import DEFAULT_SLO, Slo, read_slo
 
 GENERATED = Path(__file__).resolve().parent / "generated"
+PAGES = GENERATED.parents[1] / "docs" / "alerts"
 
 BOARDS: tuple[Callable[[Slo], Board], ...] = (
     overview.board,
@@ -55,6 +57,15 @@ def files(slo: Slo = DEFAULT_SLO, places: Places = PATHS) -> Mapping[str, str]:
     return made
 
 
+def own_files(slo: Slo, out: Path, places: Places = PATHS) -> Mapping[str, str]:
+    """What is written for somebody's own objectives: all that programs need to know of them."""
+    made = dict(files(slo, places))
+    for page in sorted(PAGES.glob("*.md")):
+        made[PATHS.runbook(page.stem)] = page.read_text()
+    made["slo.env"] = environment_file(slo, out)
+    return made
+
+
 def stale(wanted: Mapping[str, str], folder: Path) -> list[str]:
     """Paths that are missing, different, or no longer made."""
     there = {
@@ -74,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--slo", type=Path, metavar="FILE", help="objectives as TOML (docs/dashboards.md)"
     )
-    for name, what in (("grafana", "Grafana"), ("runbooks", "the pages of docs/alerts")):
+    for name, what in (("grafana", "Grafana"), ("runbooks", "the runbook pages")):
         parser.add_argument(
             f"--{name}",
             metavar="URL",
@@ -83,20 +94,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     parser.add_argument("--out", type=Path, metavar="DIR", default=GENERATED, help="where to write")
     given = parser.parse_args(arguments)
+    is_own = given.out != GENERATED
     try:
+        places = Places(grafana=given.grafana, runbooks=given.runbooks)
         slo = DEFAULT_SLO if given.slo is None else read_slo(given.slo)
-    except PdtraceError as error:
+    except (PdtraceError, ValueError) as error:
         print(f"dashboards.build: {error}", file=sys.stderr)
         return 2
-    places = Places(grafana=given.grafana, runbooks=given.runbooks)
-    own = given.slo is not None or places != PATHS
-    if own and given.out == GENERATED and not given.check:
+    if (given.slo is not None or places != PATHS) and not is_own:
         print(
             "dashboards.build: settings of your own need --out DIR; generated/ has the defaults",
             file=sys.stderr,
         )
         return 2
-    wanted = files(slo, places)
+    wanted = own_files(slo, given.out, places) if is_own else files(slo)
     changed = stale(wanted, given.out)
     if given.check:
         for path in changed:
@@ -107,12 +118,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if path in wanted:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(wanted[path])
-        elif given.out == GENERATED:
+        elif not is_own:
             target.unlink()  # no longer made; in anybody's folder other files may lie beside
-    missing = [t for t in slo.thresholds_s if edge_of(float(t)) not in DURATION_EDGES_S]
-    if missing:
-        edges = ",".join(f"{threshold:g}" for threshold in missing)
-        print(f"set {SLO_VARIABLE}={edges} for the server and the agents", file=sys.stderr)
+    if is_own:
+        print(f"for servers, agents, Jaeger, collector and compose: {given.out / 'slo.env'}")
     return 0
 
 

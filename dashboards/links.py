@@ -5,8 +5,6 @@ Owns addresses; knows nothing of what is shown there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from dashboards import variables as v
 from dashboards.sdk import Link
 
@@ -22,22 +20,6 @@ PROMETHEUS_UID = "prometheus"
 """Of the data source, as provisioned; only alert rules name it."""
 
 _TIME = "${__url_time_range}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """What the links of alerts begin with: without these they are paths, in Grafana and in the
-    project.
-
-    grafana   such as https://grafana.example
-    runbooks  where the pages of docs/alerts are
-    """
-
-    grafana: str = ""
-    runbooks: str = "docs/alerts"
-
-
-PATHS = Places()
 
 
 def _kept(*names: str) -> str:

@@ -13,6 +13,8 @@ from pdtrace.stages import Role
 # Scrape jobs (`collector/prometheus.yml`).
 AGENT_JOB = "pdtrace-agent"
 GATEWAY_JOB = "pdtrace-gateway"
+SPANS_JOB = "span-metrics"
+COLLECTOR_JOB = "collector"
 
 # Agent, live.
 OPEN = "pd_open_requests"
@@ -72,10 +74,21 @@ GATEWAY_GAP = "pd_inter_token_gap_seconds"
 GATEWAY_REQUESTS = "pd_requests_total"
 GATEWAY_TOKENS = "pd_tokens_total"
 PROCESS_READY = "pd_process_ready"
+PROCESS_RECORDED = "pd_process_recorded"
 
 # Span metrics of Jaeger or the collector (namespace `traces.span.metrics`, unit s).
 SPAN_DURATION = "traces_span_metrics_duration_seconds"
 SPAN_CALLS = "traces_span_metrics_calls_total"
+SPAN_OVERFLOW = 'otel_metric_overflow="true"'
+"""Matcher: spans of more combinations than the limit, counted together without their labels."""
+
+# Of Jaeger or the collector itself.
+COLLECTOR_REFUSED = "otelcol_receiver_refused_spans_total"
+COLLECTOR_FAILED = "otelcol_receiver_failed_spans_total"
+COLLECTOR_UNQUEUED = "otelcol_exporter_enqueue_failed_spans_total"
+COLLECTOR_UNSENT = "otelcol_exporter_send_failed_spans_total"
+COLLECTOR_UNDECIDED = "otelcol_processor_tail_sampling_sampling_trace_dropped_too_early_total"
+
 ALERTS = "ALERTS"
 UP = "up"
 

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.text import Text
 
 import pdtrace
+from pdtrace.alert_links import PATHS, Places
 from pdtrace.analysis.goodput import MAX_WORST, Choice, GapForm, measure, model_of
 from pdtrace.analysis.jaeger import is_jaeger
 from pdtrace.analysis.objectives import Aim, aims_of
@@ -56,7 +57,7 @@ from pdtrace.live.looks import DEFAULT_TIMEOUT_S, LookSource
 from pdtrace.live.run_looks import open_looks, run_of_agent
 from pdtrace.native import hot_path
 from pdtrace.patience import Patience
-from pdtrace.shipped import Shipped, write
+from pdtrace.shipped import Shipped, ShippedError, write
 from pdtrace.slo import DEFAULT_SLO, Slo, read_slo, with_target
 from pdtrace.stages import STAGE_BY_NAME
 from pdtrace.terminal.documents import stages_document, why_document
@@ -706,10 +707,29 @@ def export(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="Where to; it is made.", show_default=False)
     ],
+    grafana: Annotated[
+        str,
+        typer.Option(
+            metavar="URL", help="With rules: where alerts find Grafana.", show_default=False
+        ),
+    ] = PATHS.grafana,
+    runbooks: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="With rules: where alerts find their pages. Without it, in DIR/runbooks.",
+            show_default=False,
+        ),
+    ] = PATHS.runbooks,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that differ.")] = False,
 ) -> int:
-    """Write the Grafana boards, alert rules or collector files that come with pdtrace."""
-    for path in write(what, directory, replace=force):
+    """Write the Grafana boards, alert rules with their pages, or collector files that come with
+    pdtrace."""
+    try:
+        places = Places(grafana=grafana, runbooks=runbooks)
+    except ValueError as error:
+        raise ShippedError(str(error)) from None
+    for path in write(what, directory, replace=force, places=places):
         print(path)
     return 0
 

@@ -11,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 
+from pdtrace.alert_links import PATHS, RUNBOOKS, Places, placed
 from pdtrace.errors import PdtraceError
 
 
@@ -36,11 +37,13 @@ _FOLDERS: Mapping[Shipped, tuple[tuple[Path, str], ...]] = MappingProxyType(
         Shipped.RULES: (
             (DATA / "generated" / "prometheus", "prometheus"),
             (DATA / "generated" / "grafana", "grafana"),
+            (DATA / "runbooks", RUNBOOKS),
         ),
         Shipped.COLLECTOR: (
             (DATA / "collector", ""),
             (DATA / "generated" / "boards", "generated/boards"),
             (DATA / "generated" / "prometheus", "generated/prometheus"),
+            (DATA / "runbooks", f"generated/{RUNBOOKS}"),
         ),
     }
 )
@@ -65,14 +68,22 @@ def files(what: Shipped) -> Iterator[tuple[Path, bytes]]:
             yield to, path.read_bytes().replace(*_BESIDE.get(to, (b"", b"")))
 
 
-def write(what: Shipped, folder: Path, *, replace: bool = False) -> list[Path]:
+def write(
+    what: Shipped, folder: Path, *, replace: bool = False, places: Places = PATHS
+) -> list[Path]:
     """Writes them below `folder`, which is made; returns their paths.
 
     Nothing is written where a file of other content is in the way, unless `replace`.
 
+    places  where the links of alerts lead
+
     Raises ShippedError.
     """
     wanted = [(folder / path, content) for path, content in files(what)]
+    if places != PATHS:
+        if what is not Shipped.RULES:
+            raise ShippedError(f"{what.value} hold no links of alerts: only rules do")
+        wanted = [(path, _placed(path, content, places)) for path, content in wanted]
     try:
         changed = [
             path for path, content in wanted if path.exists() and path.read_bytes() != content
@@ -89,3 +100,8 @@ def write(what: Shipped, folder: Path, *, replace: bool = False) -> list[Path]:
     except OSError as error:
         raise ShippedError(f"{error.filename or folder}: {error.strerror or error}") from error
     return [path for path, _ in wanted]
+
+
+def _placed(path: Path, content: bytes, places: Places) -> bytes:
+    is_rules = path.suffix in {".yml", ".yaml"}
+    return placed(content.decode(), places).encode() if is_rules else content

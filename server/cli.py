@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import signal
 import sys
 from enum import StrEnum
@@ -33,6 +34,7 @@ from server.injection.script import parse_faults, read_faults
 from server.launch import Launcher, run_server
 from server.process import EXIT_START_ERROR, leave
 from server.rundir import LATEST, timestamped
+from server.shown_commands import pdtrace, python
 from server.stack.cli import stack_app
 from server.stack.joining import Stack, find_stack
 from server.stack.state import FOLDER_NAME
@@ -386,10 +388,11 @@ def stack_to_join(asked: Path | None, run_dir: Path | None) -> Stack | None:
     stack = find_stack(folder)
     if stack is not None:
         stack.export_here(os.environ)
+        stack.measure_alike(os.environ)
     elif asked is not None:
         raise StartError(
             f"--stack: nothing is up in {folder}; start it: "
-            f"python -m server stack up --dir {folder}"
+            f"{python('-m', 'server', 'stack', 'up', '--dir', folder)}"
         )
     return stack
 
@@ -540,15 +543,15 @@ def describe(launcher: Launcher, console: Console, joined: Stack | None = None) 
     )
     console.print(
         f"\ntry it:\n  curl -N {state.url}/v1/chat/completions "
-        f"-H 'Content-Type: application/json' -d '{body}'",
+        f"-H 'Content-Type: application/json' -d {shlex.quote(body)}",
         soft_wrap=True,
         markup=False,
     )
     if launcher.settings.record:
         console.print(
             "then:\n"
-            f"  .venv/bin/pdtrace why --slowest 3 --from {state.run_dir}\n"
-            f"  .venv/bin/pdtrace check --from {state.run_dir}\n",
+            f"  {pdtrace('why', '--slowest', 3, '--from', state.run_dir)}\n"
+            f"  {pdtrace('check', '--from', state.run_dir)}\n",
             soft_wrap=True,
             markup=False,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dashboards import colours, links, names, queries
 from dashboards import variables as v
-from dashboards.boards import agents, pieces
+from dashboards.boards import agents, pieces, telemetry
 from dashboards.rules import recordings as rec
 from dashboards.rules.alerts import PAGE_BURNS, TICKET_BURNS
 from dashboards.sdk import (
@@ -53,7 +53,10 @@ def board(slo: Slo) -> Board:
                 ),
             ),
             Row(title="Error budget", panels=_budget(slo)),
-            Row(title="The telemetry itself", panels=agents.panels()),
+            Row(
+                title="The telemetry itself",
+                panels=(*agents.panels(), *telemetry.lossy(slo)),
+            ),
         ),
     )
 

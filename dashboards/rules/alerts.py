@@ -1,20 +1,21 @@
 """The alerts: one list, out of which both formats are written.
 
-Owns when an alert fires and where it leads. `docs/alerts/<name>.md` is the runbook of each. No
-value ever becomes a label: each value would be another alert.
+Owns when an alert fires and where it leads; those of what the agents cannot tell of themselves are
+in `telemetry`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 
 from dashboards import links, names, queries
 from dashboards import variables as v
 from dashboards.boards.pieces import GENERATE, POOLS
 from dashboards.rules import recordings as rec
+from dashboards.rules import telemetry
+from dashboards.rules.alert import Alert, Severity
 from dashboards.rules.timing import NOMINAL, Timing
-from dashboards.sdk import stable_id
+from pdtrace.alert_links import PATHS, Places
 from pdtrace.inflight import ProcessState
 from pdtrace.slo import Slo
 from pdtrace.stages import Role
@@ -35,8 +36,9 @@ LEAST_SLOW = 3
 """Longer than STALLED_ABOVE_S: one request alone can move a mean."""
 STALLING_SHARE, STALLING_LEAST = 0.1, 5
 
-SILENT_S = 10
-"""How long a process that lives may go without its loop going round."""
+SILENT_S = 20
+"""How long a process that lives may go without its loop going round. Longer than the gateway takes
+to give it no requests (`stalled_after_s`): PDProcessDown, which mutes it, is there first."""
 WAITING_EACH, IDLE_EACH = 2.0, 0.25
 """Requests that wait for each worker of a pool: too many, and next to none."""
 STARTING = "10m"
@@ -45,66 +47,7 @@ LAG_S, POLL_AGE_S = 5, 10
 INCOMPLETE_SHARE, LEAST_INCOMPLETE = 0.01, 2
 
 
-class Severity(StrEnum):
-    """What is asked of whoever is told."""
-
-    PAGE = "page"  # somebody looks now
-    TICKET = "ticket"  # somebody looks today
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alert:
-    """One alert.
-
-    expr      has series only while the condition holds; their labels become the alert's
-    hold      how long it has to hold, and `keep` how long the alert goes on after it ended
-    stage, worker  templates of these labels; None where the alert has none
-    board, panel   which panel shows it
-    chosen    variables of the board and their templates, for the link
-    places    where boards and runbooks are
-    """
-
-    name: str
-    expr: str
-    severity: Severity
-    hold: str
-    keep: str
-    summary: str
-    description: str
-    board: str
-    panel: str
-    stage: str | None = None
-    worker: str | None = None
-    chosen: tuple[tuple[str, str], ...] = ()
-    places: links.Places = links.PATHS
-
-    @property
-    def panel_id(self) -> int:
-        return stable_id(self.panel)
-
-    @property
-    def labels(self) -> dict[str, str]:
-        own = {"stage": self.stage, "worker": self.worker}
-        return {
-            "component": "pdtrace",
-            "severity": self.severity.value,
-            **{name: value for name, value in own.items() if value is not None},
-        }
-
-    @property
-    def annotations(self) -> dict[str, str]:
-        path = links.alert_url(self.board, self.panel_id, **dict(self.chosen))
-        return {
-            "summary": self.summary,
-            "description": self.description,
-            "dashboard": f"{self.places.grafana.rstrip('/')}{path}",
-            "runbook_url": f"{self.places.runbooks.rstrip('/')}/{self.name}.md",
-        }
-
-
-def alerts(
-    slo: Slo, timing: Timing = NOMINAL, places: links.Places = links.PATHS
-) -> tuple[Alert, ...]:
+def alerts(slo: Slo, timing: Timing = NOMINAL, places: Places = PATHS) -> tuple[Alert, ...]:
     """Every alert."""
     made = (
         *_burns(slo, timing),
@@ -117,6 +60,7 @@ def alerts(
         _transfers(timing),
         _leaks(timing),
         *_telemetry(timing),
+        *telemetry.alerts(slo, timing),
     )
     return tuple(replace(alert, places=places) for alert in made)
 
@@ -307,7 +251,7 @@ def _processes(timing: Timing) -> tuple[Alert, ...]:
             expr=f"{silent} > {SILENT_S}\nor\n({running} > 0 and {steps} == 0)",
             severity=Severity.PAGE,
             hold=timing.hold("1m"),
-            keep=timing.hold("1m"),
+            keep=timing.hold("2m"),
             summary="{{ $labels.instance }} is up and does not progress",
             description=f"Its loop has not gone round for more than {SILENT_S} s, or it has "
             "requests in its batch and made no forward pass for 2m.",
@@ -323,7 +267,7 @@ def _processes(timing: Timing) -> tuple[Alert, ...]:
             f"  unless ({was_ready} == 0 unless {was_there}))",
             severity=Severity.PAGE,
             hold=timing.hold("1m"),
-            keep=timing.hold("0s"),
+            keep=timing.hold("3m"),
             summary="{{ $labels.instance }} is lost or not ready",
             description="It was killed and nothing took its place, or the gateway gives it no "
             f"requests. A new one has {STARTING} to become ready; one that was told to stop is not "

@@ -44,6 +44,8 @@ def _rule(alert: Alert) -> dict[str, object]:
         "noDataState": "OK",
         "execErrState": "Error",
         "for": alert.hold,
+        # In this case, as dashboardUid: Grafana ignores keep_firing_for, and does not say so.
+        "keepFiringFor": alert.keep,
         "labels": {name: _escaped(value) for name, value in alert.labels.items()},
         "annotations": alert.annotations,
         "dashboardUid": alert.board,

@@ -37,6 +37,7 @@ from server.demo.report import Judged, Report, read_report
 from server.demo.scenario import DemoRequest
 from server.errors import ServerError
 from server.rundir import point_latest, timestamped
+from server.shown_commands import pdtrace
 
 RUNS = Path("run")
 _STOP_S = 60.0
@@ -211,10 +212,10 @@ def print_report(report: Report, run_dir: Path, console: Console) -> None:
     shown = run_dir if run_dir.is_absolute() else run_dir.as_posix()
     console.print(
         f"\nThe recording lies in {shown}. Look further:\n"
-        f"  .venv/bin/pdtrace why --slowest 3 --from {shown}\n"
-        f"  .venv/bin/pdtrace why demo-full-pool --from {shown}\n"
-        f"  .venv/bin/pdtrace check --from {shown}\n"
-        "  .venv/bin/pdtrace stages",
+        f"  {pdtrace('why', '--slowest', 3, '--from', shown)}\n"
+        f"  {pdtrace('why', 'demo-full-pool', '--from', shown)}\n"
+        f"  {pdtrace('check', '--from', shown)}\n"
+        f"  {pdtrace('stages')}",
         soft_wrap=True,
     )
 

@@ -13,15 +13,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pdtrace.slo import DEFAULT_SLO, SloError, read_slo
 from pdtrace.terminal.trimmed import trimmed
 from pdtrace.terminal.whole_words import WholeWords, WholeWordsGroup
 from server.errors import StartError
 from server.listening import free_loopback_port
 from server.process import EXIT_START_ERROR
+from server.shown_commands import pdtrace, python
 from server.stack.joining import Stack, add_running_servers
 from server.stack.lifecycle import StackSettings, start_stack, stop_stack
 from server.stack.plan import ONE_AGENT_WAIT, Ports, Sampling, free_ports
-from server.stack.programs import find_programs
+from server.stack.programs import JAEGER, find_programs
 from server.stack.state import FOLDER_NAME, StackState, read_state
 
 RUNS = Path("run")
@@ -74,6 +76,15 @@ def up(
             "takes the place of the shipped one.",
         ),
     ] = None,
+    slo: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Your objectives as TOML (docs/dashboards.md): for alerts, boards, what is kept, "
+            "and the histograms of servers that join.",
+            show_default=False,
+        ),
+    ] = None,
     webhook: Annotated[
         str | None, typer.Option(metavar="URL", help="Where Alertmanager sends alerts.")
     ] = None,
@@ -93,7 +104,11 @@ def up(
         settings = StackSettings(
             folder=folder,
             ports=free_ports(free_loopback_port) if any_ports else Ports(),
-            sampling=Sampling(keep_percent=keep, decision_wait=decision_wait),
+            sampling=Sampling(
+                keep_percent=keep,
+                decision_wait=decision_wait,
+                slo=DEFAULT_SLO if slo is None else read_slo(slo),
+            ),
             rules=rules or (),
             webhook=webhook,
         )
@@ -158,13 +173,22 @@ def _show(folder: Path, state: StackState, *, as_json: bool) -> None:
     console = Console(file=trimmed(sys.stdout), highlight=False)
     console.print(table)
     console.print(
-        f"\nOTLP at {state.otlp}; data and logs in {folder}\n"
-        "now:\n"
-        "  .venv/bin/python -m server up        (joins it; others: OTEL_EXPORTER_OTLP_ENDPOINT)\n"
-        f"  .venv/bin/pdtrace why --slowest 3 --from {state.url('jaeger')}\n"
-        "  make stack-down",
+        f"\nOTLP at {state.otlp}; data and logs in {folder}\nnow:",
+        *(f"  {command}" for command in next_commands(folder, state)),
+        sep="\n",
         soft_wrap=True,
         markup=False,
+    )
+
+
+def next_commands(folder: Path, state: StackState) -> tuple[str, ...]:
+    """What to do with a stack, as a shell takes it: comments are comments there too."""
+    is_usual = folder.absolute() == (RUNS / FOLDER_NAME).absolute()
+    join, stop = ((), ()) if is_usual else (("--stack", folder), ("--dir", folder))
+    return (
+        f"{python('-m', 'server', 'up', *join)}  # joins it; others: OTEL_EXPORTER_OTLP_ENDPOINT",
+        pdtrace("why", "--slowest", 3, "--from", state.url(JAEGER)),
+        python("-m", "server", "stack", "down", *stop),
     )
 
 
@@ -172,6 +196,6 @@ def _show(folder: Path, state: StackState, *, as_json: bool) -> None:
 def _errors() -> Generator[None]:
     try:
         yield
-    except StartError as error:
+    except (StartError, SloError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_START_ERROR) from error

@@ -43,6 +43,12 @@ class Stack:
         environment[_ENDPOINTS[0]] = self.state.otlp
         return True
 
+    def measure_alike(self, environment: MutableMapping[str, str]) -> None:
+        """Let histograms have the edges that the stack's rules ask for, unless the user said
+        otherwise."""
+        for name, value in self.state.environment.items():
+            environment.setdefault(name, value)
+
     def add(self, run_dir: Path, *, url: str, agent_url: str | None) -> None:
         """Have a server scraped, and those no more that were killed. Raises StartError when that
         cannot be written."""

@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from pdtrace.agent.slo_environment import metrics_environment
+from pdtrace.slo import DEFAULT_SLO, Slo
 from server.errors import StartError
 from server.stack import detached
+from server.stack.objectives import GENERATED, write_rules
 from server.stack.plan import (
     HOST,
     Ports,
@@ -23,7 +26,7 @@ from server.stack.plan import (
     port_names,
     with_webhook,
 )
-from server.stack.programs import COLLECTOR, RULES, Programs
+from server.stack.programs import COLLECTOR, Programs
 from server.stack.state import (
     STATE_NAME,
     Running,
@@ -86,6 +89,7 @@ def start_stack(
                 otlp=f"http://{HOST}:{settings.ports.otlp_http}",
                 boot_id=boot_id(),
                 started_at=time.time(),
+                environment=_for_servers(settings.sampling.slo),
             )
             write_state(folder, state)
             _wait(plan, started, timeout_s=timeout_s, progress=progress)
@@ -94,6 +98,10 @@ def start_stack(
             (folder / STATE_NAME).unlink(missing_ok=True)
             raise
         return state
+
+
+def _for_servers(slo: Slo) -> dict[str, str]:
+    return {} if slo == DEFAULT_SLO else metrics_environment(slo)
 
 
 def stop_stack(folder: Path) -> tuple[Running, ...]:
@@ -115,7 +123,7 @@ def _stop(folder: Path, state: StackState) -> tuple[Running, ...]:
 
 def _write_files(settings: StackSettings, folder: Path) -> None:
     """Copies of `collector/`, rules, lists of targets; what a former stack left of these goes."""
-    for name in ("rules", "targets"):
+    for name in (GENERATED, "rules", "targets"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("rules", "targets", "logs"):
         (folder / name).mkdir(exist_ok=True)
@@ -123,7 +131,7 @@ def _write_files(settings: StackSettings, folder: Path) -> None:
         for name in _FILES:
             shutil.copyfile(COLLECTOR / name, folder / name)
         alertmanager = (COLLECTOR / "alertmanager.yml").read_text()
-        generated = sorted(RULES.glob("*.yml")) if RULES.is_dir() else []
+        generated = write_rules(folder, settings.sampling.slo)
         # Both would record the same series, each its own values.
         own = {path.name for path in settings.rules}
         kept = (path for path in generated if path.name not in own)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from pdtrace.agent.slo_environment import sampling_environment
+from pdtrace.slo import DEFAULT_SLO, Slo
 from server.errors import StartError
 from server.stack.programs import ALERTMANAGER, JAEGER, PROMETHEUS, Programs
 
@@ -61,14 +63,16 @@ def port_names() -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What Jaeger's tail sampling keeps beyond what it must.
+    """What Jaeger's tail sampling keeps.
 
     keep_percent   of requests that nothing is wrong with
     decision_wait  a duration as Go writes it
+    slo            limits above which something is wrong
     """
 
     keep_percent: float = 100.0
     decision_wait: str = ONE_AGENT_WAIT
+    slo: Slo = DEFAULT_SLO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +137,7 @@ def plan_programs(
                 "PD_PROMETHEUS_URL": url(ports.prometheus),
                 "PD_KEEP_PERCENT": f"{sampling.keep_percent:g}",
                 "PD_DECISION_WAIT": sampling.decision_wait,
+                **sampling_environment(sampling.slo),
             },
             url=url(ports.jaeger),
             ready_url=f"{url(ports.jaeger)}/api/v3/services",

@@ -12,7 +12,6 @@ from server.errors import StartError
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 COLLECTOR = PROJECT_ROOT / "collector"
-RULES = PROJECT_ROOT / "dashboards" / "generated" / "prometheus"
 _BUILT_PATH = PROJECT_ROOT / ".ci" / "built-path"
 
 JAEGER, PROMETHEUS, ALERTMANAGER = "jaeger", "prometheus", "alertmanager"

@@ -1,7 +1,8 @@
 """What runs, written down: `stack.json` in the folder of the stack.
 
 Owns the file and who may use it. The folder holds besides: jaeger.yaml, prometheus.yml,
-alertmanager.yml (copies of `collector/`), rules/, targets/, logs/, prometheus/, alertmanager/.
+alertmanager.yml (copies of `collector/`), generated/, rules/, targets/, logs/, prometheus/,
+alertmanager/.
 """
 
 from __future__ import annotations
@@ -33,12 +34,17 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StackState(msgspec.Struct, frozen=True, kw_only=True):
-    """A stack that was started. `otlp` is what OTEL_EXPORTER_OTLP_ENDPOINT is to say."""
+    """A stack that was started.
+
+    otlp         what OTEL_EXPORTER_OTLP_ENDPOINT is to say
+    environment  what else servers that join are told by theirs
+    """
 
     programs: tuple[Running, ...]
     otlp: str
     boot_id: str
     started_at: float
+    environment: dict[str, str] = {}
     version: int = 1
 
     def url(self, name: str) -> str:

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
+from dashboards import names
 from dashboards.names import DIMENSIONS
 from pdtrace import semconv as a
 from pdtrace.agent.buckets import DURATION_EDGES_S, edge_of
 from pdtrace.agent.keeping import TOKEN_GAP_VARIABLE, TTFT_VARIABLE, Reason
+from pdtrace.agent.slo_environment import metrics_environment, sampling_environment
 from pdtrace.slo import DEFAULT_SLO
 from pdtrace.stages import Outcome
 from server.config import Settings
@@ -139,6 +141,24 @@ def test_alertmanager_accepts_its_file_with_and_without_a_webhook(tmp_path: Path
     ]
 
 
+def test_compose_passes_on_whatever_is_a_setting_of_its_programs() -> None:
+    """All variables of Jaeger's file but addresses. One file of objectives sets those of these."""
+    services = yaml.safe_load((COLLECTOR / "compose.yaml").read_text())["services"]
+    asked = dict(re.findall(r"\$\{env:(\w+):-([^}]*)\}", (COLLECTOR / "jaeger.yaml").read_text()))
+    settings = {
+        name
+        for name, default in asked.items()
+        if re.fullmatch(r"[\d.]+[a-z]*", default) and not name.endswith(("_HOST", "_PORT"))
+    }
+    passed = services["jaeger"]["environment"]
+    assert {"PD_SLO_TTFT_S", "PD_SLO_TOKEN_GAP_S", "PD_DECISION_WAIT"} <= settings <= set(passed)
+    for name, value in sampling_environment(DEFAULT_SLO).items():
+        assert passed[name] == f"${{{name}:-{float(value):g}}}"
+        assert asked[name] == f"{float(value):g}"
+    [variable] = metrics_environment(DEFAULT_SLO)
+    assert services["server"]["environment"][variable] == f"${{{variable}:-}}"
+
+
 @pytest.mark.parametrize("name", SAMPLING)
 def test_span_metrics_have_the_projects_buckets_and_dimensions(name: str) -> None:
     metrics = read(name)["connectors"]["spanmetrics"]
@@ -152,6 +172,15 @@ def test_span_metrics_have_the_projects_buckets_and_dimensions(name: str) -> Non
     ]
     for threshold_s in DEFAULT_SLO.thresholds_s:
         assert round(edge_of(threshold_s), 9) in map(seconds, buckets)
+
+
+def test_the_longest_request_that_its_deadline_ends_is_on_the_ladder() -> None:
+    """Else its quantiles are the last edge, whatever happened."""
+    settings = Settings()
+    noticed_s = settings.deadlines.request_s + settings.dead_after_s
+    assert noticed_s < DURATION_EDGES_S[-1]
+    # And a quantile between the last two edges is still worth something.
+    assert settings.deadlines.request_s / 2 < DURATION_EDGES_S[-2]
 
 
 @pytest.mark.parametrize("name", SAMPLING)
@@ -300,5 +329,6 @@ def test_prometheus_scrapes_what_servers_and_stack_name() -> None:
     prometheus = yaml.safe_load((COLLECTOR / "prometheus.yml").read_text())
     jobs = {job["job_name"]: job for job in prometheus["scrape_configs"]}
     assert set(jobs) == {AGENT_JOB, GATEWAY_JOB, SPANS_JOB, COLLECTOR_JOB}
+    assert set(jobs) == {names.AGENT_JOB, names.GATEWAY_JOB, names.SPANS_JOB, names.COLLECTOR_JOB}
     for name in (AGENT_JOB, GATEWAY_JOB, SPANS_JOB):
         assert jobs[name]["honor_labels"], name

@@ -11,6 +11,7 @@ from dashboards import names, promql, targets
 from dashboards.build import boards
 from dashboards.rules.alerts import alerts
 from dashboards.rules.recordings import recordings
+from dashboards.rules.telemetry import LOSSES
 from pdtrace.slo import DEFAULT_SLO
 from pdtrace.stages import Outcome
 from tests.support import expositions
@@ -33,6 +34,8 @@ PROMETHEUS_OWN = {
     names.UP: {"job", "instance"},
     names.ALERTS: {"alertname", "alertstate", "component"},
 }
+TARGET_LABELS = {"job", "instance"}
+"""What a scrape adds, unless the exposition has it."""
 SPANS = {
     f"{names.SPAN_DURATION}_bucket": {"le"},
     f"{names.SPAN_DURATION}_count": set[str](),
@@ -43,10 +46,12 @@ SPAN_LABELS = {
     "span_name",
     "span_kind",
     "status_code",
+    names.SPAN_OVERFLOW.partition("=")[0],
+    *TARGET_LABELS,
     *(names.label_of(attr) for attr in names.DIMENSIONS),
 }
-TARGET_LABELS = {"job", "instance"}
-"""What a scrape adds, unless the exposition has it."""
+COLLECTOR = {loss.counter.partition("{")[0] for loss in LOSSES}
+"""Of a real one in tests/integration/test_collector_losses.py."""
 
 
 def exposed() -> dict[str, set[str]]:
@@ -73,12 +78,13 @@ def exposed() -> dict[str, set[str]]:
     for labels in found.values():
         labels.update(TARGET_LABELS)
     spans = {name: SPAN_LABELS | own for name, own in SPANS.items()}
+    collector = dict.fromkeys(COLLECTOR, TARGET_LABELS)
     recorded = {
         recording.name: {names.MODEL, "slo", "stage", "role", "source", "destination", "instance"}
         for group in recordings(DEFAULT_SLO).values()
         for recording in group
     }
-    return {**found, **PROMETHEUS_OWN, **spans, **recorded}
+    return {**collector, **found, **PROMETHEUS_OWN, **spans, **recorded}
 
 
 EXPOSED = exposed()

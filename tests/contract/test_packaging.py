@@ -133,6 +133,7 @@ def test_wheel_ships_boards_rules_and_collector_files(wheel: zipfile.ZipFile) ->
         for folder, below in (
             (ROOT / "dashboards" / "generated", "generated"),
             (ROOT / "collector", "collector"),
+            (ROOT / "docs" / "alerts", "runbooks"),
         )
         for path in folder.rglob("*")
         if path.is_file()

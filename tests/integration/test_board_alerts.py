@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
@@ -37,7 +38,7 @@ from pdtrace.stages import CHAINS, STAGE_BY_NAME, Mark, Mode, Outcome, StepKind
 from pdtrace.testing import SMALL_RING
 from server.injection.fault import Corrupt, Damage, Fault, Freeze, Shrink
 from tests.integration.conftest import FAST_FAKE
-from tests.support.alert_watch import AlertWatch, watched_alerts
+from tests.support.alert_watch import INACTIVE, AlertWatch, watched_alerts
 from tests.support.injection import clear, inject
 from tests.support.real_stack import (
     RealStack,
@@ -132,7 +133,6 @@ OTHERS = [
     Expected("PDTransferFailing", {"stage": "transfer"}),
     Expected("PDOldestRequestTooOld", {"stage": "prefill.queue", "worker": "prefill-1"}),
     Expected("PDPoolsOutOfBalance", {"stage": "prefill.queue"}),
-    Expected("PDWorkerNotProgressing", {"worker": "decode-1"}),
     Expected("PDProcessDown", {"worker": "decode-1"}),
     Expected("PDKvLeaking", {"worker": "decode-0"}),
     Expected("PDSpanMetricsMissing", {}),
@@ -147,10 +147,11 @@ IN_DAMAGE = {
     "PDTransferFailing",
     "PDErrorBudgetBurnFast",
 }
+MUTED = Expected("PDWorkerNotProgressing", {"worker": "decode-1"})
+"""Of a worker that PDProcessDown names already."""
 IN_TROUBLE = {
     "PDOldestRequestTooOld",
     "PDPoolsOutOfBalance",
-    "PDWorkerNotProgressing",
     "PDProcessDown",
 }
 
@@ -161,6 +162,7 @@ class Day:
 
     fired_before  alerts that fired while nothing was wrong
     stalled       stage and worker, against its own mean, in the waves
+    was_muted     whether Alertmanager held MUTED back
     """
 
     stack: RealStack
@@ -168,6 +170,7 @@ class Day:
     watch: AlertWatch
     fired_before: set[str] = field(default_factory=set[str])
     stalled: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    was_muted: bool = False
 
     @property
     def agent(self) -> dict[str, str]:
@@ -179,6 +182,15 @@ class Day:
     def lacks(self, wanted: Expected) -> list[str]:
         """Which steps of its life are missing."""
         return self.watch.lacks(wanted.name, wanted.labels, waits=WAITS[wanted.name])
+
+    def is_muted(self, wanted: Expected) -> bool:
+        """Whether Alertmanager has it and tells nobody, because another alert says enough."""
+        return any(
+            alert["status"]["inhibitedBy"]
+            for alert in self.stack.get("alertmanager", "/api/v2/alerts")
+            if alert["labels"]["alertname"] == wanted.name
+            and wanted.labels.items() <= alert["labels"].items()
+        )
 
     def wait_until_told(
         self, alerts: Sequence[Expected] = (), *, others: Collection[str] = ()
@@ -386,6 +398,8 @@ def trouble(day: Day) -> None:
     with traffic(day.server, [("queued", {})] * 30):
         with stopped(day.server.pid("decode-1")):
             day.wait_until_told(others=IN_TROUBLE)
+            until(lambda: day.is_muted(MUTED))
+            day.was_muted = day.is_muted(MUTED)
         clear(day.server)
 
 
@@ -404,6 +418,17 @@ def test_other_trouble_reaches_whoever_is_told(day: Day, alert: Expected) -> Non
 
 def test_stopped_agent_reaches_whoever_is_told(day: Day) -> None:
     assert day.lacks(Expected("PDTelemetryAbsent", day.agent)) == []
+
+
+def test_worker_that_stands_still_is_one_page(day: Day) -> None:
+    """PDProcessDown is told (above); that its loop stands still as well is muted, and ends."""
+    assert day.was_muted
+    wait_for(
+        lambda: any(
+            life.states[-1] == INACTIVE for life in day.watch.of(MUTED.name, **MUTED.labels)
+        ),
+        "it ends",
+    )
 
 
 @pytest.mark.parametrize("stage", [stage for stage in CHAIN if holder(stage) in TWINS])
@@ -437,5 +462,5 @@ def test_whoever_is_told_can_read_it_and_gets_somewhere(day: Day) -> None:
         board = drawn[url.path.removeprefix("/d/")]
         assert int(asked.pop("viewPanel")) in {panel["id"] for panel in board["panels"]}
         assert set(asked.values()) <= set(labels.values())
-        page = (ROOT / annotations["runbook_url"]).read_text()
+        page = (ROOT / "docs" / "alerts" / Path(annotations["runbook_url"]).name).read_text()
         assert page.startswith(f"# {labels['alertname']}\n")

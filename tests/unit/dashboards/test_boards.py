@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -307,11 +308,40 @@ def test_own_objectives_are_written_elsewhere(
     assert build.main(["--slo", str(mine)]) == 2
     out = tmp_path / "out"
     assert build.main(["--slo", str(mine), "--out", str(out)]) == 0
-    assert "PDTRACE_SLO_SECONDS=0.8" in capsys.readouterr().err
+    assert str(out / "slo.env") in capsys.readouterr().out
     assert 'le="0.8"' in (out / "prometheus" / "pdtrace.rules.yml").read_text()
     mine.write_text("ttft_s = -1\n")
     assert build.main(["--slo", str(mine), "--out", str(out)]) == 2
     assert "ttft_s is -1.0; it must be a number of seconds above 0" in capsys.readouterr().err
+
+
+def test_own_objectives_come_with_all_that_other_programs_need(tmp_path: Path) -> None:
+    """As a shell reads the file, which Docker Compose reads too."""
+    mine, out = tmp_path / "slo.toml", tmp_path / "a folder"
+    mine.write_text("ttft_s = 0.00001\ntoken_gap_s = 3.0\n")
+    base = "https://wiki.example/pd"
+    made = ["--slo", str(mine), "--out", str(out), "--runbooks", base]
+    assert build.main(made) == 0
+    assert build.main([*made, "--check"]) == 0
+    told = subprocess.run(
+        ["sh", "-c", 'set -a; . "$1"; env', "sh", str(out / "slo.env")],
+        env={}, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    said = dict(line.split("=", 1) for line in told)
+    assert said["PD_SLO_TTFT_S"] == "0.00001"
+    assert said["PD_SLO_TOKEN_GAP_S"] == "3.0"
+    assert said["PDTRACE_SLO_SECONDS"] == "0.00001,3.0"
+    generated = Path(said["PD_GENERATED"])
+    assert (generated / "boards" / "pd-overview.json").exists()
+    rules = (generated / "prometheus" / "pdtrace.rules.yml").read_text()
+    assert 'le="3.000001"' in rules
+    urls = re.findall(r"runbook_url: (\S+)", rules)
+    assert len(urls) == len(alerts(DEFAULT_SLO))
+    for url in urls:
+        assert url.startswith(f"{base}/")
+        assert (generated / "runbooks" / url.rpartition("/")[2]).exists()
+    assert build.main(["--out", str(out), "--runbooks", "two words"]) == 2
+    assert build.main(["--runbooks", base]) == 2
 
 
 def test_uids_are_the_names_that_others_use() -> None:

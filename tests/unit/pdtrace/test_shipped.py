@@ -33,6 +33,62 @@ def test_rules_come_in_both_formats(tmp_path: Path) -> None:
     assert (tmp_path / "grafana" / "alerts.yaml").exists()
 
 
+def links(folder: Path, annotation: str) -> list[str]:
+    """Of every alert in both files, as the programs read them."""
+    prometheus = yaml.safe_load((folder / "prometheus" / "pdtrace.rules.yml").read_text())
+    grafana = yaml.safe_load((folder / "grafana" / "alerts.yaml").read_text())
+    return [
+        rule["annotations"][annotation]
+        for document in (prometheus, grafana)
+        for group in document["groups"]
+        for rule in group["rules"]
+        if "record" not in rule
+    ]
+
+
+def test_alerts_lead_to_the_pages_that_are_written_beside_them(tmp_path: Path) -> None:
+    assert run("rules", str(tmp_path))[0] == 0
+    urls = links(tmp_path, "runbook_url")
+    assert len(urls) == 2 * len(set(urls)) > 40
+    for url in urls:
+        assert (tmp_path / url).read_text().startswith(f"# {Path(url).stem}\n")
+    assert {path.name for path in (tmp_path / "runbooks").iterdir()} == {
+        Path(url).name for url in urls
+    }
+
+
+@pytest.mark.parametrize("base", ["https://wiki.example/pd", "https://wiki.example/pd/", "/srv"])
+def test_alerts_lead_where_grafana_and_the_pages_are_said_to_be(tmp_path: Path, base: str) -> None:
+    beside, elsewhere = tmp_path / "beside", tmp_path / "elsewhere"
+    run("rules", str(beside))
+    code, said = run("rules", str(elsewhere), "--runbooks", base, "--grafana", "http://g.example/")
+    assert code == 0, said
+    assert links(elsewhere, "runbook_url") == [
+        f"{base.rstrip('/')}/{Path(url).name}" for url in links(beside, "runbook_url")
+    ]
+    assert links(elsewhere, "dashboard") == [
+        f"http://g.example{path}" for path in links(beside, "dashboard")
+    ]
+    for name in ("prometheus/pdtrace.rules.yml", "grafana/alerts.yaml"):
+        one, other = ((folder / name).read_text().splitlines() for folder in (beside, elsewhere))
+        changed = {a.split(":")[0].strip() for a, b in zip(one, other, strict=True) if a != b}
+        assert changed == {"runbook_url", "dashboard"}
+
+
+@pytest.mark.parametrize("base", ["", "two words", "{{ $labels.job }}", "https://a\nb: c"])
+def test_base_that_could_not_stand_in_a_rule_is_refused(tmp_path: Path, base: str) -> None:
+    code, said = run("rules", str(tmp_path / "out"), "--runbooks", base)
+    assert code == 2
+    assert "give an address or a path" in " ".join(said.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_rules_have_links_of_alerts(tmp_path: Path) -> None:
+    code, said = run("dashboards", str(tmp_path), "--runbooks", "/srv")
+    assert code == 2
+    assert "dashboards hold no links of alerts" in said
+
+
 def test_composed_services_find_their_files_in_an_exported_copy(tmp_path: Path) -> None:
     """Beside them: there is no checkout around it."""
     assert run("collector", str(tmp_path))[0] == 0
@@ -47,6 +103,7 @@ def test_composed_services_find_their_files_in_an_exported_copy(tmp_path: Path) 
     for path in files:
         assert (tmp_path / path).exists(), path
         assert (tmp_path / path).resolve().is_relative_to(tmp_path), path
+    assert (tmp_path / "generated" / "runbooks" / "PDProcessDown.md").exists()
     checkout = Path(__file__).resolve().parents[3] / "collector" / "compose.yaml"
     assert "../dashboards/generated" in checkout.read_text()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -14,13 +15,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from dashboards.build import GENERATED
+from pdtrace.agent.buckets import duration_edges_from
+from pdtrace.slo import Slo, read_slo
 from server.cli import app as server_app
 from server.cli import stack_to_join
 from server.errors import StartError
+from server.shown_commands import pdtrace, python
 from server.stack import lifecycle
+from server.stack.cli import next_commands
 from server.stack.detached import Identity, is_running, start, stop
 from server.stack.joining import add_running_servers, find_stack
 from server.stack.lifecycle import StackSettings, start_stack, stop_stack
@@ -79,6 +86,96 @@ def test_programs_are_told_every_address(tmp_path: Path) -> None:
     asked = (lifecycle.COLLECTOR / "jaeger.yaml").read_text()
     for name in jaeger:
         assert f"${{env:{name}:-" in asked, name
+
+
+def test_what_to_do_next_is_for_the_stack_that_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line is one that a shell takes; `make stack-down` would stop another stack."""
+    monkeypatch.chdir(tmp_path)
+    state = a_state(Identity(1, 1))
+    usual = [shlex.split(line, comments=True) for line in next_commands(Path("run/stack"), state)]
+    assert [words[1:] for words in usual] == [
+        ["-m", "server", "up"],
+        ["-m", "pdtrace", "why", "--slowest", "3", "--from", "http://127.0.0.1:1"],
+        ["-m", "server", "stack", "down"],
+    ]
+    other = [shlex.split(line, comments=True) for line in next_commands(Path("a b"), state)]
+    assert [words[1:] for words in other] == [
+        ["-m", "server", "up", "--stack", "a b"],
+        ["-m", "pdtrace", "why", "--slowest", "3", "--from", "http://127.0.0.1:1"],
+        ["-m", "server", "stack", "down", "--dir", "a b"],
+    ]
+    for words in (*usual, *other):
+        assert Path(words[0]).samefile(sys.executable)
+
+
+def test_commands_are_shown_as_in_the_pages_where_these_are_what_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = tmp_path / ".venv" / "bin"
+    environment.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    (environment / "python").touch()
+    assert python("-m", "server") == f"{shlex.quote(sys.executable)} -m server"  # another's
+    monkeypatch.setattr(sys, "executable", str(environment / "python3"))
+    assert python("-m", "server") == ".venv/bin/python -m server"
+    assert pdtrace("why", "it's") == """.venv/bin/python -m pdtrace why 'it'"'"'s'"""
+    (environment / "pdtrace").touch()
+    assert pdtrace("why") == ".venv/bin/pdtrace why"
+
+
+def test_own_objectives_reach_rules_boards_sampling_and_servers(
+    tmp_path: Path, free_stack_ports: Ports
+) -> None:
+    """One file, given once: to what `stack up` starts, and to servers that join."""
+    sleeper = script(tmp_path / "sleeper", "exec sleep 600")
+    web = script(tmp_path / "web", "exit 1")
+    slo = Slo(ttft_s=2.0, token_gap_s=0.07, error_objective=0.5, oldest_s=1e-5)
+    folder = tmp_path / "stack"
+    settings = StackSettings(folder=folder, ports=free_stack_ports, sampling=Sampling(slo=slo))
+    programs = Programs(jaeger=sleeper, prometheus=web, alertmanager=sleeper)
+    with pytest.raises(StartError, match="prometheus ended"):
+        start_stack(settings, programs, timeout_s=WAIT_S, progress=lambda _: None)
+    assert read_slo(folder / "slo.toml") == slo
+    [rules] = [path.read_text() for path in (folder / "rules").iterdir()]
+    assert 'le="2.000001"' in rules
+    assert 'le="1.25"' not in rules
+    assert f"runbook_url: {(folder / 'generated' / 'runbooks').as_uri()}/PD" in rules
+    assert (folder / "generated" / "runbooks" / "PDProcessDown.md").exists()
+    overview = (folder / "generated" / "boards" / "pd-overview.json").read_text()
+    assert overview != (GENERATED / "boards" / "pd-overview.json").read_text()
+    jaeger = {one.name: one for one in plan_programs(PROGRAMS, folder, Ports(), settings.sampling)}
+    assert jaeger["jaeger"].environment["PD_SLO_TTFT_S"] == "2.0"
+    assert jaeger["jaeger"].environment["PD_SLO_TOKEN_GAP_S"] == "0.07"
+
+
+def test_server_that_joins_measures_what_the_stacks_rules_ask_for(tmp_path: Path) -> None:
+    process = start(SLEEPER, environment={}, folder=tmp_path, log=tmp_path / "log")
+    try:
+        told = {"PDTRACE_SLO_SECONDS": "2.0,0.07"}
+        write_state(tmp_path, msgspec.structs.replace(a_state(process), environment=told))
+        stack = find_stack(tmp_path)
+        assert stack is not None
+        environment: dict[str, str] = {}
+        stack.measure_alike(environment)
+        assert environment == told
+        assert {2.000001, 0.07} <= set(duration_edges_from(environment))
+        own = {"PDTRACE_SLO_SECONDS": "5"}
+        stack.measure_alike(own)
+        assert own == {"PDTRACE_SLO_SECONDS": "5"}
+    finally:
+        stop([process], timeout_s=WAIT_S)
+
+
+def test_unusable_objectives_are_named_and_nothing_is_started(tmp_path: Path) -> None:
+    mine = tmp_path / "slo.toml"
+    mine.write_text("ttft = 1.0")
+    asked = ["stack", "up", "--dir", str(tmp_path / "stack"), "--slo", str(mine)]
+    result = CliRunner().invoke(server_app, asked)
+    assert result.exit_code == 2
+    assert f"error: {mine}: " in result.stderr
+    assert not (tmp_path / "stack").exists()
 
 
 def test_missing_program_is_named_with_what_to_do(
