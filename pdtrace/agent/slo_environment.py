@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pdtrace.agent.buckets import SLO_VARIABLE
+from pdtrace.agent.keeping import TOKEN_GAP_VARIABLE, TTFT_VARIABLE
 from pdtrace.slo import Slo
 
-TTFT_VARIABLE, TOKEN_GAP_VARIABLE = "PD_SLO_TTFT_S", "PD_SLO_TOKEN_GAP_S"
-"""Jaeger and the collector: above these a trace is always kept (`collector/*.yaml`)."""
 GENERATED_VARIABLE = "PD_GENERATED"
 """Docker Compose: the folder whose boards and rules are mounted (`collector/compose.yaml`)."""
 
@@ -25,20 +24,21 @@ _HEADER = """\
 
 
 def sampling_environment(slo: Slo) -> dict[str, str]:
-    """What tail sampling is told."""
+    """What Jaeger and the collector are told: above these a trace is always kept."""
     return {TTFT_VARIABLE: _seconds(slo.ttft_s), TOKEN_GAP_VARIABLE: _seconds(slo.token_gap_s)}
 
 
-def metrics_environment(slo: Slo) -> dict[str, str]:
-    """What servers and agents are told: limits are edges of their histograms."""
-    return {SLO_VARIABLE: ",".join(map(_seconds, slo.thresholds_s))}
+def server_environment(slo: Slo) -> dict[str, str]:
+    """What servers and agents are told: limits are edges of their histograms, and an agent asks that
+    what missed them be kept."""
+    edges = ",".join(map(_seconds, slo.thresholds_s))
+    return {SLO_VARIABLE: edges, **sampling_environment(slo)}
 
 
 def environment_file(slo: Slo, generated: Path) -> str:
     """For a shell and for Docker Compose. `generated`: where boards and rules are."""
     variables: Mapping[str, str] = {
-        **metrics_environment(slo),
-        **sampling_environment(slo),
+        **server_environment(slo),
         GENERATED_VARIABLE: shlex.quote(str(generated.absolute())),
     }
     lines = (f"{name}={value}\n" for name, value in variables.items())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pdtrace.agent.slo_environment import metrics_environment
+from pdtrace.agent.slo_environment import server_environment
 from pdtrace.slo import DEFAULT_SLO, Slo
 from server.errors import StartError
 from server.stack import detached
@@ -101,7 +101,7 @@ def start_stack(
 
 
 def _for_servers(slo: Slo) -> dict[str, str]:
-    return {} if slo == DEFAULT_SLO else metrics_environment(slo)
+    return {} if slo == DEFAULT_SLO else server_environment(slo)
 
 
 def stop_stack(folder: Path) -> tuple[Running, ...]:

@@ -16,9 +16,9 @@ import yaml
 from dashboards import names
 from dashboards.names import DIMENSIONS
 from pdtrace import semconv as a
-from pdtrace.agent.buckets import DURATION_EDGES_S, edge_of
+from pdtrace.agent.buckets import DURATION_EDGES_S, SLO_VARIABLE, edge_of
 from pdtrace.agent.keeping import TOKEN_GAP_VARIABLE, TTFT_VARIABLE, Reason
-from pdtrace.agent.slo_environment import metrics_environment, sampling_environment
+from pdtrace.agent.slo_environment import sampling_environment, server_environment
 from pdtrace.slo import DEFAULT_SLO
 from pdtrace.stages import Outcome
 from server.config import Settings
@@ -149,8 +149,10 @@ def test_compose_passes_on_what_a_file_of_objectives_sets() -> None:
     for name, value in sampling_environment(DEFAULT_SLO).items():
         assert passed[name] == f"${{{name}:-{float(value):g}}}"
         assert asked[name] == f"{float(value):g}"
-    [variable] = metrics_environment(DEFAULT_SLO)
-    assert services["server"]["environment"][variable] == f"${{{variable}:-}}"
+    told = services["server"]["environment"]
+    assert told[SLO_VARIABLE] == f"${{{SLO_VARIABLE}:-}}"
+    assert {told[name] for name in sampling_environment(DEFAULT_SLO)} <= set(passed.values())
+    assert set(server_environment(DEFAULT_SLO)) <= set(told)
 
 
 @pytest.mark.parametrize("name", SAMPLING)

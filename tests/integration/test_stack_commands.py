@@ -163,10 +163,13 @@ def test_prometheus_has_each_rule_once_with_these_limits(shown: Shown) -> None:
         assert Path(page.path).read_text().startswith(f"# {rule['name']}\n")
 
 
-def test_jaeger_keeps_what_misses_these_limits(shown: Shown) -> None:
-    pid = shown.program("jaeger")["process"]["pid"]
-    told = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    assert {"PD_SLO_TTFT_S=0.8", "PD_SLO_TOKEN_GAP_S=0.07"} <= set(told)
+def test_jaeger_keeps_and_the_agent_asks_for_what_misses_these_limits(
+    shown: Shown, server: dict[str, Any]
+) -> None:
+    agent = next(one["pid"] for one in server["processes"] if one["instance"] == "agent")
+    for pid in (shown.program("jaeger")["process"]["pid"], agent):
+        told = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        assert {"PD_SLO_TTFT_S=0.8", "PD_SLO_TOKEN_GAP_S=0.07"} <= set(told)
 
 
 def test_boards_are_drawn_with_these_limits(shown: Shown) -> None:
