@@ -29,8 +29,8 @@ def sampling_environment(slo: Slo) -> dict[str, str]:
 
 
 def server_environment(slo: Slo) -> dict[str, str]:
-    """What servers and agents are told: limits are edges of their histograms, and an agent asks that
-    what missed them be kept."""
+    """What servers and agents are told: limits are edges of their histograms, and an agent asks to
+    keep what missed them."""
     edges = ",".join(map(_seconds, slo.thresholds_s))
     return {SLO_VARIABLE: edges, **sampling_environment(slo)}
 
