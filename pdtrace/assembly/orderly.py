@@ -207,9 +207,11 @@ class OrderlySpans(Sequence[Span], SelfEncoding):
 
     def _shown_ends(self) -> list[int]:
         """What lies beside the chain ends with the attempt at the latest, and not in the
-        microsecond in which a chain stage ends: as assembly has it."""
+        microsecond in which a chain stage ends; a first token that took longer ends with it, too:
+        as assembly has it."""
         times, walls, until_ns = self.times, self.walls, self.decoded_ns
         decoded = walls[self.plan.first[Mark.DECODE_FINISHED]]
+        first_token = self.plan.first.get(Mark.FIRST_TOKEN_SENT)
         shown: list[int] = []
         beside: list[int] = []
         chain_ends: set[int] = set()
@@ -218,7 +220,8 @@ class OrderlySpans(Sequence[Span], SelfEncoding):
             if end_ns < times[begin]:
                 raise OutOfOrderError
             if in_chain:
-                shown_ns = walls[end] - CHAIN_GAP_NS
+                outlasts = end == first_token and end_ns > until_ns
+                shown_ns = (decoded if outlasts else walls[end]) - CHAIN_GAP_NS
                 chain_ends.add(shown_ns)
             else:
                 shown_ns = (walls[end] if end_ns < until_ns else decoded) - SIDE_GAP_NS

@@ -218,14 +218,18 @@ class _Assembly:
         """What runs beside the chain must not be the attempt's child that ends last, nor end in
         the microsecond in which a chain stage ends: Jaeger's critical path would follow it in
         place of the chain. An answer in one piece leaves after the attempt, so there the first
-        token's way is such a span too."""
+        token's way is such a span too. In a stream it is on the path where it outlasts generation,
+        and shown until the attempt ends: Jaeger warns of children that end after their parents."""
         beside: list[tuple[int, Draft]] = []
         chain_ends: set[int] = set()
         streams = self.evidence.streams
         for number, by_name in self.drafts.items():
             for name, drafts in by_name.items():
                 plan = self.plans[name]
-                if plan.in_chain and (streams or plan.end is not Mark.FIRST_TOKEN_SENT):
+                first_token = plan.end is Mark.FIRST_TOKEN_SENT
+                if plan.in_chain and (streams or not first_token):
+                    for draft in drafts if first_token else ():
+                        draft.shown_until_ns = self.evidence.attempts[number].end.t_ns
                     chain_ends.update([draft.ends_shown_at() for draft in drafts])
                 else:
                     beside += [(number, draft) for draft in drafts]

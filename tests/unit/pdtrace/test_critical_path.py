@@ -18,6 +18,7 @@ from tests.support.marked_requests import (
     PREFILL,
     RECEIVED,
     ROUTED,
+    START_NS,
     Moment,
     colocated_moments,
     pd_moments,
@@ -68,7 +69,13 @@ def test_first_token_that_outlasts_generation_is_the_critical_path() -> None:
     moments = [
         (r, m, 19_900 if m is Mark.FIRST_TOKEN_SENT else t, v) for r, m, t, v in pd_moments()
     ]
-    assert "hop.token" in names_on_path(assemble(request_of(moments)))
+    spans = assemble(request_of(moments))
+    assert "hop.token" in names_on_path(spans)
+    by_id = {span.span_id: span for span in spans}
+    late = {s.name for s in spans if s.parent_id and s.end_ns > by_id[s.parent_id].end_ns}
+    assert late == set(), "Jaeger warns of children that end after their parents"
+    (token,) = [span for span in spans if span.name == "hop.token"]
+    assert token.attributes[a.END_NS.key] == START_NS + 19_900_000  # type: ignore[operator]
 
 
 def test_span_that_outlasts_its_attempt_keeps_its_exact_end() -> None:

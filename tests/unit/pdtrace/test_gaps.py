@@ -12,7 +12,7 @@ from pdtrace.agent.buckets import DURATION_EDGES_S, duration_edges
 from pdtrace.gaps import MAX_CHARS, GapTally, read_gap_counts
 from pdtrace.ring.layout import MAX_STRING_BYTES
 
-LENGTHS = st.lists(st.integers(0, 400 * 10**9), min_size=1, max_size=200)
+LENGTHS = st.lists(st.integers(0, 700 * 10**9), min_size=1, max_size=200)
 
 
 def tally(lengths: Sequence[int], edges_s: Sequence[float] = DURATION_EDGES_S) -> GapTally:
@@ -23,9 +23,9 @@ def tally(lengths: Sequence[int], edges_s: Sequence[float] = DURATION_EDGES_S) -
 
 
 def test_text_says_how_many_by_length() -> None:
-    found = tally([150_000_001, 200_000_000, 200_000_001, 1, 400 * 10**9])
-    assert found.text() == "0-0.00001:1 0.15-0.2:2 0.2-0.3:1 360.5-:1"
-    assert (found.count, found.longest_ns) == (5, 400 * 10**9)
+    found = tally([150_000_001, 200_000_000, 200_000_001, 1, 700 * 10**9])
+    assert found.text() == "0-0.00001:1 0.15-0.2:2 0.2-0.3:1 605.5-:1"
+    assert (found.count, found.longest_ns) == (5, 700 * 10**9)
     assert tally([]).text() is None
 
 

@@ -97,6 +97,16 @@ def test_a_healthy_request_of_any_mode_is_built_by_plan(moments: list[Moment]) -
     assert assemble(request_of(moments)) == assemble_by_rule(request_of(moments))
 
 
+@pytest.mark.parametrize("late_us", [18_999, 19_000, 19_001, 19_500, 20_000])
+def test_a_first_token_that_takes_longer_than_generation_changes_nothing(late_us: int) -> None:
+    for mode in (Mode.PD, Mode.PD_EARLY):
+        moments = [
+            (r, m, late_us if m is Mark.FIRST_TOKEN_SENT else t, v)
+            for r, m, t, v in calm(pd_moments(mode))
+        ]
+        assert assert_same(request_of(sorted(moments, key=lambda moment: moment[2])))
+
+
 def recorded(rng: random.Random, number: int) -> CollectedRequest:
     """Through rings and tracker; most of them healthy, some waiting for several reasons."""
     mode = rng.choice(list(Mode))

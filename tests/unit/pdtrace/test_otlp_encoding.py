@@ -45,7 +45,10 @@ VALUES: st.SearchStrategy[AttrValue] = st.one_of(
 KEYS = st.sampled_from(["pd.begin_ns", "pd.attempt", a.SPAN.key, "schlüssel", "k"]) | TEXTS.filter(
     bool
 )
-ATTRIBUTES = st.dictionaries(KEYS, VALUES, max_size=6)
+ATTRIBUTES = st.dictionaries(KEYS, VALUES, max_size=6).filter(
+    lambda found: len({key.encode(errors="replace") for key in found}) == len(found)
+)
+"""Lone surrogates become `?`: two keys may not become one by that."""
 TRACE_IDS = st.integers(1, 2**128 - 1).map(lambda number: f"{number:032x}")
 SPAN_IDS = st.integers(1, 2**64 - 1).map(lambda number: f"{number:016x}")
 TIMES = st.integers(0, 2**64 - 1)
