@@ -31,7 +31,7 @@ from rich.text import Text
 import pdtrace
 from pdtrace.alert_links import PATHS, Places
 from pdtrace.analysis.goodput import MAX_WORST, Choice, GapForm, measure, model_of
-from pdtrace.analysis.jaeger import is_jaeger
+from pdtrace.analysis.jaeger import why_no_jaeger
 from pdtrace.analysis.objectives import Aim, aims_of
 from pdtrace.analysis.sampling import sampling_warnings
 from pdtrace.analysis.skew import MAX_SKEW_NS
@@ -49,6 +49,7 @@ from pdtrace.analysis.time_range import (
 )
 from pdtrace.analysis.timeline import Timeline
 from pdtrace.analysis.verdict import Baselines, Verdict, judge
+from pdtrace.analysis.web_answers import without_credentials
 from pdtrace.check import check_recording
 from pdtrace.duration import seconds_text
 from pdtrace.errors import LiveError, PdtraceError, SourceError
@@ -279,7 +280,7 @@ def why(
         raise UsageError(f"give an ID or {option}, not both")
     progress = Patience(sys.stderr)
     query = _query(since, until, limit, timeout)
-    sources = [_source(one) for one in source or [default_source()]]
+    sources = [_source(one, query) for one in source or [default_source()]]
     max_skew_ns = round(max_skew * 1e9)
     try:
         if in_flight:
@@ -323,14 +324,20 @@ def _query(since: str | None, until: str | None, limit: int, timeout_s: float) -
     )
 
 
-def _source(given: str) -> str | Path:
+def _source(given: str, query: TraceQuery) -> str | Path:
     """An agent's address stands for its run directory; a Jaeger's, and all else, for itself."""
-    if "://" in given and is_jaeger(given):
+    if "://" not in given:
         return given
+    why_not = why_no_jaeger(given, timeout_s=query.timeout_s)
+    if why_not is None:
+        return given
+    agent = without_credentials(given)
+    if agent.startswith("https:"):  # no agent speaks it
+        raise SourceError(f"{agent}: {why_not}")
     try:
-        return run_of_agent(given)
+        return run_of_agent(agent)
     except LiveError as error:
-        raise SourceError(f"{error} (and no Jaeger answers there)") from error
+        raise SourceError(f"{error} (and no Jaeger answers there: {why_not})") from error
 
 
 def _complain_of_several(error: SeveralRequestsError) -> None:
@@ -496,7 +503,7 @@ def check(
 ) -> int:
     """Check a recording: time adds up, ids agree, parents exist, nothing is missing."""
     query = _query(since, until, limit, timeout)
-    sources = [_source(one) for one in source or [default_source()]]
+    sources = [_source(one, query) for one in source or [default_source()]]
     progress = Patience(sys.stderr)
     runs = [read_health(run) for run in run_directories(sources)]
     try:
@@ -625,7 +632,7 @@ def slo(
         raise UsageError(f"{min(unlimited)} has no limit: give --{min(unlimited)} S")
     query = _query(since, until, limit, timeout)
     choice = Choice(model=model, since_ns=query.since_ns, until_ns=query.until_ns)
-    sources = [_source(one) for one in source or [default_source()]]
+    sources = [_source(one, query) for one in source or [default_source()]]
     progress = Patience(sys.stderr)
     try:
         recording, timelines = finished_requests(

@@ -1,27 +1,25 @@
 """Reads traces out of a Jaeger over HTTP, of any version: API v3 (OTLP) and the older API.
 
-Owns the requests, what each version is asked, and errors in words. What differs: up to Jaeger 2.18
-only the older API finds by attribute, after 2.20 only v3 is left; parameters were renamed on the
-way. So both spellings are sent, and one API is asked where the other is absent.
+Owns what each version is asked, and errors in words; HTTP is `pdtrace.analysis.web_answers`'. What
+differs: up to Jaeger 2.18 only the older API finds by attribute, after 2.20 only v3 is left;
+parameters were renamed on the way. So both spellings are sent, and one API is asked where the other
+is absent.
 """
 
 from __future__ import annotations
 
-import http.client
-import ipaddress
 import json
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from urllib.parse import urlencode, urlsplit
+from http import HTTPStatus
 
 import msgspec
 
 from pdtrace import semconv as a
 from pdtrace.analysis.time_range import DEFAULT_SINCE_S, TraceQuery, instant_text
+from pdtrace.analysis.web_answers import Web
 from pdtrace.errors import SourceError
 from pdtrace.otlp import json_lines
 from pdtrace.otlp.foreign import NotTraces, decode_foreign
@@ -29,7 +27,6 @@ from pdtrace.otlp.jaeger_json import decode_jaeger
 from pdtrace.spans import Span
 from pdtrace.stages import Role
 
-MAX_ANSWER_BYTES = 256 * 1024 * 1024
 MAX_SERVICES = 20
 """Services that are searched where none is named as pdtrace names gateways."""
 MAX_NAMED = 20
@@ -40,6 +37,8 @@ _WIDE_NS = 30 * 86400 * 10**9
 _AHEAD_NS = 60 * 10**9
 """Clocks of other hosts may be ahead."""
 _HEX = re.compile(r"(?:0x)?[0-9a-fA-F]{1,32}")
+_PAGE = re.compile(r"/(?:search|monitor|dependencies|trace/[^/]*)$")
+"""Where a browser is that shows something; the API is beside it."""
 _MAX_MESSAGE = 200
 
 
@@ -98,11 +97,17 @@ class FoundTraces:
 
 def is_jaeger(url: str, *, timeout_s: float = PROBE_S) -> bool:
     """Whether a Jaeger answers there; False also where nobody does."""
+    return why_no_jaeger(url, timeout_s=timeout_s) is None
+
+
+def why_no_jaeger(url: str, *, timeout_s: float) -> str | None:
+    """Why no Jaeger answers there; None if one does. Raises SourceError for what is no address."""
+    jaeger = Jaeger(url, timeout_s=timeout_s)
     try:
-        Jaeger(url, timeout_s=timeout_s).services()
-    except SourceError:
-        return False
-    return True
+        jaeger.services()
+    except SourceError as error:
+        return str(error).removeprefix(jaeger.url).removeprefix(":").strip()
+    return None
 
 
 def read_jaeger(url: str, query: TraceQuery) -> FoundTraces:
@@ -133,7 +138,7 @@ def read_jaeger(url: str, query: TraceQuery) -> FoundTraces:
     if not found.traces:
         shown = ", ".join(services[:MAX_SERVICES]) or "none yet"
         raise SourceError(
-            f"{url}: no trace between {instant_text(since_ns)} and {instant_text(until_ns)} "
+            f"{jaeger.url}: no trace between {instant_text(since_ns)} and {instant_text(until_ns)} "
             f"(services: {shown}); look further back with --since"
         )
     return found
@@ -149,20 +154,14 @@ class Jaeger:
     """One Jaeger. Every method raises SourceError."""
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise SourceError(f"{url}: give http://HOST:PORT of a Jaeger")
-        self.url = url.rstrip("/").removesuffix("/search")
-        self._timeout_s = timeout_s
-        # No proxy knows this host's own addresses.
-        local = [urllib.request.ProxyHandler({})] if _is_loopback(parts.hostname) else []
-        self._opener = urllib.request.build_opener(*local)
+        self._web = Web(url, timeout_s=timeout_s)
+        self._web.url = self.url = _PAGE.sub("", self._web.url)
 
     def services(self) -> list[str]:
         for path in ("/api/v3/services", "/api/services"):
             try:
                 answer = msgspec.json.decode(self._get(path), type=_Services)
-            except (_Absent, msgspec.DecodeError):
+            except (_Absent, msgspec.DecodeError, RecursionError):
                 continue
             return sorted(answer.services or answer.data or [])
         raise SourceError(f"{self.url}: answers, but is no Jaeger (no list of services)")
@@ -198,8 +197,13 @@ class Jaeger:
                 return
             try:
                 answer = self._get("/api/traces", **_search(service, since_ns, until_ns, limit))
-            except _Absent:
-                return
+            except _Absent as neither:
+                if neither.args:
+                    return
+                raise SourceError(
+                    f"{self.url}: lists services, but neither /api/v3/traces nor /api/traces "
+                    "answers as a Jaeger's does"
+                ) from neither
             self._take_jaeger(answer, found)
         found.cut |= len(found.traces) - before >= limit
 
@@ -210,7 +214,7 @@ class Jaeger:
             body = self._get("/api/traces", **older, tags=attributes)
             listed = msgspec.json.decode(body, type=_Listed)
             return [trace.trace_id for trace in listed.data or ()]
-        except (_Absent, msgspec.DecodeError):
+        except (_Absent, msgspec.DecodeError, RecursionError):
             found = FoundTraces()
         newer = _v3_search(service, since_ns, until_ns, MAX_NAMED)
         try:
@@ -228,11 +232,11 @@ class Jaeger:
         """One object, or one in each line: so Jaegers of the first v3 sent a large answer."""
         try:
             results = [msgspec.json.decode(answer, type=_Result).result]
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             try:
                 lines = filter(bytes.strip, answer.splitlines())
                 results = [msgspec.json.decode(line, type=_Result).result for line in lines]
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 raise _Absent from error
         spans: list[Span] = []
         for result in results:
@@ -258,38 +262,16 @@ class Jaeger:
     def _get(self, path: str, **parameters: str) -> bytes:
         """The body of a 200. Raises _Absent, with the server's words where it is the API that says
         so, and SourceError for everything else."""
-        address = f"{self.url}{path}"
-        request = f"{address}?{urlencode(parameters)}" if parameters else address
-        try:
-            with self._opener.open(request, timeout=self._timeout_s) as answer:
-                body = answer.read(MAX_ANSWER_BYTES + 1)
-        except urllib.error.HTTPError as error:
-            words = _words(error.read(64 * 1024))
-            if error.code in {404, 405, 410}:
-                raise _Absent(*filter(None, [words])) from error
-            raise SourceError(f"{address}: {error.code} {words or error.reason}") from error
-        except TimeoutError as error:
-            raise self._silent(address) from error
-        except urllib.error.URLError as error:
-            if isinstance(error.reason, TimeoutError):
-                raise self._silent(address) from error
-            raise SourceError(f"{self.url}: {_reason(error.reason)}") from error
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            raise SourceError(f"{self.url}: {_reason(error)}") from error
-        if len(body) > MAX_ANSWER_BYTES:
-            raise SourceError(
-                f"{address}: answers more than {MAX_ANSWER_BYTES >> 20} MiB; ask for less with "
-                "--limit or a shorter time range"
-            )
-        if not body.lstrip().startswith((b"{", b"[")):
+        answer = self._web.get(path, parameters)
+        if answer.status != HTTPStatus.OK:
+            words = _words(answer.body)
+            if answer.status in {404, 405, 410}:
+                raise _Absent(*filter(None, [words]))
+            refusal = words or answer.reason
+            raise SourceError(f"{self.url}{path}: {answer.status} {refusal}")
+        if not answer.body.lstrip().startswith((b"{", b"[")):
             raise _Absent  # a page where there should be an answer
-        return body
-
-    def _silent(self, address: str) -> SourceError:
-        return SourceError(
-            f"{address}: no answer within {self._timeout_s:g} s; ask for less with --limit, or "
-            "wait longer with --timeout"
-        )
+        return answer.body
 
 
 def _v3_search(service: str, since_ns: int, until_ns: int, limit: int) -> Mapping[str, str]:
@@ -325,19 +307,8 @@ def _words(body: bytes) -> str:
     """What the API says of a failure; empty if it is not the API that answers."""
     try:
         failure = msgspec.json.decode(body, type=_Failure)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return ""
     if failure.error is not None:
         return failure.error.message[:_MAX_MESSAGE]
     return failure.errors[0].msg[:_MAX_MESSAGE] if failure.errors else ""
-
-
-def _reason(error: object) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")

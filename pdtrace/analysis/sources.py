@@ -23,6 +23,7 @@ import msgspec
 
 from pdtrace.analysis.jaeger import FoundTraces, read_jaeger
 from pdtrace.analysis.time_range import TraceQuery
+from pdtrace.analysis.web_answers import without_credentials
 from pdtrace.errors import SourceError
 from pdtrace.otlp import json_lines
 from pdtrace.otlp.foreign import ForeignSpans, NotTraces, decode_foreign
@@ -200,7 +201,7 @@ def shown_run(source: str | Path) -> str:
     """The name to show for a source: of a folder of runs, the run that it means now, and that by
     its own name rather than `latest`."""
     if str(source) == "-" or "://" in str(source):
-        return str(source)
+        return without_credentials(str(source))
     path = Path(source)
     run = resolve_run(path)
     if run == path:
@@ -272,8 +273,9 @@ def read_sources(
             name = "standard input"
             reader.read(name, stdin or sys.stdin.buffer)
         elif "://" in name:
+            name = without_credentials(name)
             progress(f"asking {name}", None)
-            reader.take(name, read_jaeger(name, query), query)
+            reader.take(name, read_jaeger(str(source), query), query)
         else:
             for path in reader.expecting(_files(Path(name), reader.problems)):
                 try:

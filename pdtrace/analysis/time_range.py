@@ -13,6 +13,8 @@ DEFAULT_TRACES = 500
 """Traces; some 20 kB each."""
 DEFAULT_ANSWER_S = 30.0
 
+_LONGEST_AGO_S = 1e12
+_LAST_NS = 2**63 - 1
 _AGO = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -42,10 +44,11 @@ class TraceQuery:
 def parse_instant(text: str, now_ns: int) -> int:
     """`15m` (ago; s, m, h, d), or a time such as 2026-11-30T12:00:00Z; Unix nanoseconds.
 
-    A time without a zone is UTC. Raises TimeRangeError.
+    A time without a zone is UTC; what lies before 1970 is 1970. Raises TimeRangeError.
     """
     if match := _AGO.fullmatch(text):
-        return now_ns - round(float(match[1]) * _SECONDS[match[2]] * 1e9)
+        ago_s = min(float(match[1]) * _SECONDS[match[2]], _LONGEST_AGO_S)
+        return _within_reach(now_ns - round(ago_s * 1e9))
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
@@ -54,7 +57,12 @@ def parse_instant(text: str, now_ns: int) -> int:
         ) from error
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
-    return round(moment.timestamp() * 1e9)
+    return _within_reach(round(moment.timestamp() * 1e9))
+
+
+def _within_reach(unix_ns: int) -> int:
+    """Spans have times from 1970 to 2262: before and after there are none."""
+    return min(max(unix_ns, 0), _LAST_NS)
 
 
 def instant_text(unix_ns: int) -> str:
