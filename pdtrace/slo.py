@@ -13,6 +13,9 @@ import msgspec
 
 from pdtrace.errors import PdtraceError
 
+_LEAST_S, _MOST_S = 1e-9, 1e9
+"""Times are whole nanoseconds, and no request takes thirty years."""
+
 
 class SloError(PdtraceError):
     """A setting is out of range, or its file cannot be read; the message names it."""
@@ -51,6 +54,10 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value!r}; it must be a number of seconds above 0")
+            if not _LEAST_S <= value <= _MOST_S:
+                raise ValueError(
+                    f"{name} is {value!r}; it must be from {_LEAST_S:g} to {_MOST_S:g} seconds"
+                )
         for name in ("ttft_objective", "token_gap_objective", "error_objective", "e2e_objective"):
             value = getattr(self, name)
             if not 0 < value < 1:
@@ -97,5 +104,7 @@ def read_slo(path: Path) -> Slo:
         return msgspec.toml.decode(path.read_bytes(), type=Slo)
     except OSError as error:
         raise SloError(f"{path}: {error.strerror or error}") from error
+    except RecursionError as error:
+        raise SloError(f"{path}: nested too deeply") from error
     except (msgspec.DecodeError, ValueError) as error:
         raise SloError(f"{path}: {error}") from error

@@ -11,6 +11,8 @@ from pdtrace.semconv import ROLE, Attr
 from pdtrace.spans import AttrValue, Resource, Span
 from pdtrace.stages import Role
 
+_LEAST, _MOST = -(2**63), 2**63 - 1
+_MAX_DIGITS = 20
 _ROLES = {role.value: role for role in Role}
 _ROLES_BY_SERVICE = {role.service_name: role for role in Role}
 
@@ -28,20 +30,18 @@ def text(attributes: Mapping[str, AttrValue], attr: Attr) -> str | None:
 
 
 def integer(attributes: Mapping[str, AttrValue], attr: Attr) -> int | None:
-    """An attribute as an integer; None if it is absent or no integer."""
+    """An attribute as an integer; None if it is absent or no integer of 64 bits."""
     value = attributes.get(attr.key)
     if isinstance(value, bool) or value is None:
         return None
-    if isinstance(value, int):
-        return value
     if isinstance(value, float):
-        return int(value) if value.is_integer() else None
-    if isinstance(value, str) and len(value) <= 20:
+        value = int(value) if value.is_integer() else None
+    elif isinstance(value, str):
         try:
-            return int(value)
+            value = int(value) if len(value) <= _MAX_DIGITS else None
         except ValueError:
             return None
-    return None
+    return value if isinstance(value, int) and _LEAST <= value <= _MOST else None
 
 
 def role_of(span: Span) -> Role | None:

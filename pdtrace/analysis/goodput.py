@@ -371,6 +371,7 @@ def measure(
 def _goodput(graded: Sequence[Graded], slo: Slo, aims: Sequence[Aim], gap_form: GapForm) -> Goodput:
     sure = [one for one in graded if one.good is Held.KEPT]
     maybe = [one for one in graded if one.good is Held.UNKNOWN]
+    written = [one.timeline.output_tokens for one in sure]
     begins = [one.timeline.started_unix_ns for one in graded]
     ends = [one.timeline.started_unix_ns + one.timeline.total_ns for one in graded]
     return Goodput(
@@ -378,8 +379,8 @@ def _goodput(graded: Sequence[Graded], slo: Slo, aims: Sequence[Aim], gap_form: 
         good_least=len(sure),
         good_most=len(sure) + len(maybe),
         seconds=(max(ends) - min(begins)) / 1e9 if graded else 0.0,
-        tokens=sum(one.timeline.output_tokens or 0 for one in sure),
-        tokens_unknown=sum(one.timeline.output_tokens is None for one in sure),
+        tokens=sum(tokens for tokens in written if tokens is not None and tokens > 0),
+        tokens_unknown=sum(tokens is None or tokens < 0 for tokens in written),
         attainments=tuple(_attained(graded, slo, aim, gap_form) for aim in aims),
     )
 

@@ -36,7 +36,10 @@ _NS_PER_US = 1_000
 _ADJUSTED = re.compile(r"timestamps were adjusted by (-?)((?:[0-9.]+(?:h|ms|m|s|µs|us|ns))+)")
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|ms|m|s|µs|us|ns)")
 _NS = {"h": 3600e9, "m": 60e9, "s": 1e9, "ms": 1e6, "µs": 1e3, "us": 1e3, "ns": 1}
+_HEX = re.compile("[0-9a-f]+")
 _MAX_DURATION_US = 2**62 // _NS_PER_US
+_MAX_SHIFT_NS = 1e9 * 86400 * 366
+"""No clock is off by more than a year."""
 _NOBODY = Resource(attributes={})
 _Object = dict[str, Any]
 
@@ -149,7 +152,8 @@ def put_back(span: Span, warnings: Sequence[str], told: Counter[str], *, unit_ns
         if moved:
             amounts = _AMOUNT.findall(moved[2])
             ns = sum(float(amount) * _NS[unit] for amount, unit in amounts)
-            shift_ns += round(-ns if moved[1] else ns)
+            if abs(shift_ns) + ns < _MAX_SHIFT_NS:
+                shift_ns += round(-ns if moved[1] else ns)
     shift_ns = round(shift_ns / unit_ns) * unit_ns
     if not shift_ns or min(span.start_ns, span.start_ns - shift_ns) < 0:
         return span
@@ -257,12 +261,13 @@ def _value(tag: _Object) -> AttrValue | None:
     value, declared = tag.get("value"), tag.get("type")
     try:
         if declared == "int64" and isinstance(value, str):
-            return int(value)
+            number = int(value)
+            return number if -(2**63) <= number < 2**63 else value
         if declared == "float64" and isinstance(value, int | str) and not isinstance(value, bool):
             return float(value)
-    except ValueError:
-        return cast("str", value)
-    if declared == "bool" and value in {"true", "false"}:
+    except (ValueError, OverflowError):
+        return str(value)
+    if declared == "bool" and isinstance(value, str) and value in {"true", "false"}:
         return value == "true"
     if isinstance(value, str) and value.startswith('["'):
         try:
@@ -284,13 +289,15 @@ def _integer(value: object) -> int:
 def _id(value: object, digits: int) -> str:
     """Jaeger leaves out leading zeros. Raises ValueError."""
     text = str(value).lower().removeprefix("0x")
-    if len(text) > digits or not text.isalnum() or not int(text, 16):
+    if len(text) > digits or not _HEX.fullmatch(text) or not text.strip("0"):
         raise ValueError(f"{value!r} is no id")
     return text.zfill(digits)
 
 
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
-_TRAILING_COMMA = re.compile(rb'"(?:[^"\\]|\\.)*"|,(?=\s*[\]}])')
+# Text that never ends is one token to the end, lest each quote in it be tried anew.
+_TEXT = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?'
+_TOKEN = re.compile(_TEXT + rb"|[\[\]{}]", re.DOTALL)
+_TRAILING_COMMA = re.compile(_TEXT + rb"|,(?=\s*+[\]}])", re.DOTALL)
 _CLOSERS = {b"[": b"]", b"{": b"}"}
 _HOLD_WHOLE = frozenset({b'"spans"', b'"data"', b""})
 """Names of lists whose finished items are of use by themselves; without a name: the outermost."""

@@ -253,12 +253,14 @@ def _extents(timeline: Timeline, stage: str) -> list[tuple[int, int]]:
 
 def _attempts(timeline: Timeline, cells: int) -> Lane:
     line = [" "] * cells
-    for number in range(1, timeline.attempts + 1):
-        begins = [s.begin_ns for s in timeline.segments if s.attempt == number]
-        if begins:
-            position = min(cells - 1, min(begins) * cells // timeline.total_ns)
-            for offset, digit in enumerate(str(number)[: cells - position]):
-                line[position + offset] = digit
+    begins: dict[int, int] = {}
+    for segment in timeline.segments:
+        if segment.attempt is not None:
+            begins.setdefault(segment.attempt, segment.begin_ns)
+    for number, begin in sorted(begins.items()):
+        position = min(cells - 1, begin * cells // timeline.total_ns)
+        for offset, digit in enumerate(str(number)[: cells - position]):
+            line[position + offset] = digit
     return Lane("attempt", (Run(None, "".join(line)),))
 
 

@@ -551,3 +551,62 @@ def test_top_says_that_a_saved_trace_has_nothing_in_flight(tmp_path: Path) -> No
     assert result.stderr.count("\n") == 1
     assert "Traceback" not in result.stderr
     assert f"{path}: a file has nothing in flight; give a run directory" in result.stderr
+
+
+# -- hostile ones ---------------------------------------------------------------------------------
+
+
+def moved_by(amount: str) -> Document:
+    document = saved()
+    document["data"][0]["spans"][0]["warnings"] = [f"timestamps were adjusted by {amount}"]
+    return document
+
+
+@pytest.mark.parametrize("amount", ["9" * 400 + "h", "-" + "9" * 400 + "h", "9" * 30 + "ms"])
+def test_shift_that_no_clock_has_is_none(amount: str) -> None:
+    assert the_request(read(as_json(moved_by(amount)))).parts == WHOLE.parts
+
+
+def test_shifts_beyond_all_clocks_do_not_add_up() -> None:
+    document = saved()
+    warning = f"timestamps were adjusted by -{365 * 24}h"
+    document["data"][0]["spans"][0]["warnings"] = [warning] * 1_000
+    recording = read(as_json(document))
+    assert max(span.start_ns for span in recording.traces[0].spans) < 2**63
+
+
+@pytest.mark.parametrize("value", [[], {}, None, 3])
+def test_tag_of_a_type_that_none_has_costs_itself_only(value: object) -> None:
+    document = saved()
+    tag = {"key": "odd", "type": "bool", "value": value}
+    for process in document["data"][0]["processes"].values():
+        process["tags"].append(tag)
+    document["data"][0]["spans"][0]["tags"].append(tag)
+    recording = read(as_json(document))
+    assert recording.problems.bad_spans == 0
+    assert the_request(recording).parts == WHOLE.parts
+
+
+@pytest.mark.parametrize("attribute", [a.OUTPUT_TOKENS, a.BEGIN_NS, a.END_NS, a.ATTEMPT])
+@pytest.mark.parametrize("value", ["9" * 4_000, "-" + "9" * 4_000, "9" * 30, 1e300, -5])
+@pytest.mark.parametrize("command", ["slo", "why", "check"])
+def test_numbers_that_no_counter_shows_end_no_command(
+    tmp_path: Path, command: str, attribute: a.Attr, value: object
+) -> None:
+    document = saved()
+    for span in document["data"][0]["spans"]:
+        span["tags"] = [tag for tag in span["tags"] if tag["key"] != attribute.key]
+        span["tags"].append({"key": attribute.key, "type": "int64", "value": value})
+    path = tmp_path / "trace.json"
+    path.write_bytes(as_json(document))
+    for form in (), ("--json",):
+        result = invoke(command, "--from", path, *form)
+        assert result.exit_code in {0, 1}, result.output
+
+
+def test_end_missing_inside_a_long_text_is_found_at_once() -> None:
+    spans = OLDER.partition(b',"processes"')[0].removesuffix(b"]")
+    text = b'\\"' * 400_000
+    recording = read(spans + b',{"traceID":"1","operationName":"' + text)
+    assert recording.problems.cut_files
+    assert recording.spans == SPANS

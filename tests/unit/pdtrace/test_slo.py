@@ -29,6 +29,9 @@ def test_file_may_leave_out_what_stays_as_it_is(tmp_path: Path) -> None:
         ("ttft = 1.0", "unknown field `ttft`"),
         ('ttft_s = "fast"', "ttft_s"),
         ("ttft_s = ", "Invalid value"),
+        ("ttft_s = 1e300", "ttft_s is 1e\\+300; it must be from 1e-09 to 1e\\+09 seconds"),
+        ("e2e_s = 1e-12", "e2e_s is 1e-12"),
+        (f"ttft_s = {'[' * 100_000}", "nested too deeply"),
     ],
 )
 def test_unusable_settings_are_named(tmp_path: Path, text: str, says: str) -> None:

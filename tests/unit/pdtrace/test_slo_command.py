@@ -170,6 +170,8 @@ def test_model_and_time_choose_requests(recording: Path) -> None:
     [
         (("--ttft", "0"), "ttft_s is 0.0; it must be a number of seconds above 0"),
         (("--token-gap", "nan"), "token_gap_s is nan"),
+        (("--ttft", "1e300"), "ttft_s is 1e+300; it must be from 1e-09 to 1e+09 seconds"),
+        (("--e2e", "1e-12"), "e2e_s is 1e-12; it must be from 1e-09 to 1e+09 seconds"),
         (("--target", "ttft=2"), "ttft_objective is 2.0; it must be a share between 0 and 1"),
         (("--target", "speed=0.9"), "'speed' is no objective"),
         (("--only", "e2e"), "e2e has no limit: give --e2e S"),
@@ -182,6 +184,14 @@ def test_usage_errors_are_one_line(recording: Path, arguments: Sequence[str], sa
     assert (result.exit_code, result.stdout) == (2, "")
     assert says in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("limit", ["1e-9", "1e9"])
+def test_the_smallest_and_the_largest_limits_are_drawn(recording: Path, limit: str) -> None:
+    limits = ("--ttft", limit, "--token-gap", limit, "--e2e", limit)
+    result = invoke("--from", recording, *limits)
+    assert result.exit_code in {0, 1}
+    assert "┃" in result.stdout
 
 
 def test_settings_come_from_the_file_that_boards_are_built_with(
