@@ -81,8 +81,8 @@ class Gaps:
             return 0, 0
         least = 1 if held is Held.MISSED else 0
         if self.counts:
-            # An edge for a whole number of seconds stands a microsecond above it.
-            edge_ns = limit_ns + 1_000
+            # The edge for a whole number of seconds stands a microsecond above it.
+            edge_ns = limit_ns if limit_ns % _NS_PER_S else limit_ns + 1_000
             over = sum(one.count for one in self.counts if one.over_ns >= limit_ns)
             most = sum(o.count for o in self.counts if o.upto_ns is None or o.upto_ns > edge_ns)
             return max(least, over), max(least, most)

@@ -85,9 +85,13 @@ def write_state(folder: Path, state: StackState) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Generator[None]:
-    """One at a time starts or stops a stack. Raises StartError when another does."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle = os.open(folder / _LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    """One at a time starts or stops a stack. Raises StartError when another does, or where a file
+    of the stack cannot be made or written."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(folder / _LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _not_written(error, folder) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -95,5 +99,11 @@ def locked(folder: Path) -> Generator[None]:
         raise StartError(f"another command starts or stops the stack in {folder}") from error
     try:
         yield
+    except OSError as error:
+        raise _not_written(error, folder) from error
     finally:
         os.close(handle)
+
+
+def _not_written(error: OSError, folder: Path) -> StartError:
+    return StartError(f"{error.filename or folder}: {error.strerror or error}")

@@ -13,6 +13,7 @@ from pdtrace import semconv as a
 from pdtrace.analysis.goodput import Attainment, Choice, GapForm, SloReport, measure
 from pdtrace.analysis.objectives import Aim, Gaps, Held, gaps_of
 from pdtrace.analysis.timeline import Timeline, build_timeline
+from pdtrace.gaps import GapCount
 from pdtrace.slo import Slo, with_target
 from pdtrace.spans import AttrValue, Trace
 from pdtrace.stages import Outcome
@@ -516,3 +517,17 @@ def test_drawing_keeps_the_limit_between_bins(values: list[int], limit: int, bin
     assert 1 <= below <= bins - 1
     assert bool(drawn[:below].strip()) == any(value <= limit for value in values)
     assert bool(drawn[below:].strip()) == any(value > limit for value in values)
+
+
+def test_limit_just_below_an_edge_leaves_that_bucket_open() -> None:
+    counts = (GapCount(150_000_000, 200_000_000, 5), GapCount(200_000_000, 300_000_000, 1))
+    gaps = Gaps(
+        count=6,
+        least_ns=250_000_000,
+        most_ns=250_000_000,
+        within_ns=2 * 10**9,
+        exact=True,
+        counts=counts,
+    )
+    assert gaps.longer(200_000_000) == (1, 1)
+    assert gaps.longer(199_999_500) == (1, 6)

@@ -296,6 +296,16 @@ def test_file_that_is_no_state_is_refused(tmp_path: Path) -> None:
         read_state(tmp_path)
 
 
+def test_folder_that_cannot_be_made_is_told_in_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    programs = Programs(*[Path("/bin/true")] * 3)
+    for folder in file, file / "stack":
+        settings = StackSettings(folder=folder)
+        with pytest.raises(StartError, match=f"{folder}: (File exists|Not a directory)"):
+            start_stack(settings, programs, timeout_s=1.0, progress=print)
+
+
 def test_taken_port_is_named_and_nothing_is_started(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
