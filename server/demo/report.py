@@ -124,7 +124,8 @@ def _judge(
         problems.append(f"did not complete: {error or timeline.outcome_reason}")
     blamed = verdict.stage if verdict.stalled else None
     if blamed != request.expected:
-        problems.append(f"{blamed or 'nothing'} is blamed, not {request.expected or 'nothing'}")
+        wanted = f", not {request.expected}" if request.expected else ", and nothing held it up"
+        problems.append(f"{blamed or 'nothing'} is blamed{wanted}")
     elif verdict.stage_ns < MIN_SEEN * request.stall_ms * 1_000_000:
         problems.append(
             f"{blamed} shows {verdict.stage_ns / 1e9:.2f} s, {request.stall_ms} ms were injected"

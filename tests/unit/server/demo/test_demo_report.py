@@ -72,7 +72,7 @@ def test_stall_blamed_on_another_stage_fails() -> None:
 def test_blamed_healthy_request_fails() -> None:
     report = report_on([*healthy_stories(), stalled("transfer")], {})
     assert not report.passed
-    assert of(report, "victim").problems == ("transfer is blamed, not nothing",)
+    assert of(report, "victim").problems == ("transfer is blamed, and nothing held it up",)
 
 
 def test_stall_that_nobody_saw_fails() -> None:
