@@ -47,8 +47,12 @@ _FOLDERS: Mapping[Shipped, tuple[tuple[Path, str], ...]] = MappingProxyType(
         ),
     }
 )
-_BESIDE = {Path("compose.yaml"): (b"../dashboards/generated", b"./generated")}
-"""What compose.yaml finds in the checkout lies beside it where it is written out."""
+_RULES = b"  - rules/*.yml\n"
+_BESIDE = {
+    Path("compose.yaml"): (b"../dashboards/generated", b"./generated"),
+    Path("prometheus.yml"): (_RULES, _RULES + b"  - generated/prometheus/*.yml\n"),
+}
+"""What these have elsewhere in a checkout lies beside them where they are written out."""
 
 
 def files(what: Shipped) -> Iterator[tuple[Path, bytes]]:

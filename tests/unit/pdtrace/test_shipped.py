@@ -108,6 +108,14 @@ def test_composed_services_find_their_files_in_an_exported_copy(tmp_path: Path) 
     assert "../dashboards/generated" in checkout.read_text()
 
 
+def test_prometheus_finds_its_rules_in_an_exported_copy(tmp_path: Path) -> None:
+    """A pattern that matches nothing is no error to Prometheus: it would run without rules."""
+    assert run("collector", str(tmp_path))[0] == 0
+    patterns = yaml.safe_load((tmp_path / "prometheus.yml").read_text())["rule_files"]
+    found = [path.name for pattern in patterns for path in tmp_path.glob(pattern)]
+    assert found == ["pdtrace.rules.yml"]
+
+
 def test_files_that_differ_are_overwritten_on_demand_only(tmp_path: Path) -> None:
     write(Shipped.DASHBOARDS, tmp_path)
     write(Shipped.DASHBOARDS, tmp_path)  # the same again harms nothing
