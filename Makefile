@@ -60,7 +60,7 @@ stack: setup ## install and start Jaeger, Prometheus and Alertmanager; servers s
 	@.ci/programs stack
 	@$(VENV)/python -m server stack up $(STACK_ARGS)
 
-stack-down: setup ## stop what make stack started; its data stay in run/stack
+stack-down: setup ## stop what make stack started; metrics stay in run/stack
 	@$(VENV)/python -m server stack down
 
 lock: setup ## resolve requirements/ anew from pyproject.toml

@@ -20,7 +20,7 @@ from server.errors import StartError
 from server.listening import free_loopback_port
 from server.process import EXIT_START_ERROR
 from server.shown_commands import pdtrace, python
-from server.stack.joining import Stack, add_running_servers
+from server.stack.joining import Stack, add_running_servers, find_stack
 from server.stack.lifecycle import StackSettings, start_stack, stop_stack
 from server.stack.plan import ONE_AGENT_WAIT, Ports, Sampling, free_ports
 from server.stack.programs import JAEGER, find_programs
@@ -112,6 +112,7 @@ def up(
             rules=rules or (),
             webhook=webhook,
         )
+        was_up = find_stack(folder) is not None
         state = start_stack(
             settings,
             find_programs(),
@@ -119,6 +120,11 @@ def up(
             progress=lambda name: status.update(f"starting {name}"),
         )
         servers = add_running_servers(Stack(folder, state), folder.parent)
+    if was_up and settings != StackSettings(folder=folder):
+        stop = python("-m", "server", "stack", "down", *_folder_options("--dir", folder))
+        print(
+            f"it was up already and keeps its options; for others stop it: {stop}", file=sys.stderr
+        )
     _show(folder, state, as_json=as_json)
     if servers and not as_json:
         print(f"scraped from now on: {', '.join(servers)}; start them anew to export traces")
@@ -126,7 +132,8 @@ def up(
 
 @stack_app.command(cls=WholeWords)
 def down(folder: DirOption = RUNS / FOLDER_NAME, as_json: JsonOption = False) -> None:
-    """Stop what `up` started, by its process ids and times of start; its data stay."""
+    """Stop what `up` started, by its process ids and times of start. Metrics and logs stay,
+    Jaeger's traces were in its memory."""
     with _errors():
         stopped = stop_stack(folder)
     names = [program.name for program in stopped]
@@ -183,13 +190,17 @@ def _show(folder: Path, state: StackState, *, as_json: bool) -> None:
 
 def next_commands(folder: Path, state: StackState) -> tuple[str, ...]:
     """What to do with a stack, as a shell takes it: comments are comments there too."""
-    is_usual = folder.absolute() == (RUNS / FOLDER_NAME).absolute()
-    join, stop = ((), ()) if is_usual else (("--stack", folder), ("--dir", folder))
+    join, stop = _folder_options("--stack", folder), _folder_options("--dir", folder)
     return (
         f"{python('-m', 'server', 'up', *join)}  # joins it; others: OTEL_EXPORTER_OTLP_ENDPOINT",
         pdtrace("why", "--slowest", 3, "--from", state.url(JAEGER)),
         python("-m", "server", "stack", "down", *stop),
     )
+
+
+def _folder_options(option: str, folder: Path) -> tuple[str | Path, ...]:
+    is_usual = folder.absolute() == (RUNS / FOLDER_NAME).absolute()
+    return () if is_usual else (option, folder)
 
 
 @contextmanager

@@ -177,6 +177,14 @@ def test_boards_are_drawn_with_these_limits(shown: Shown) -> None:
     assert '"value": 0.07' in (boards / "pd-overview.json").read_text()
 
 
+def test_stack_that_is_up_says_that_it_keeps_its_options(shown: Shown) -> None:
+    again = f"{sys.executable} -m server stack up --dir 'a stack'"
+    other = shown.shell.run(f"{again} --keep 5")
+    assert other.returncode == 0
+    assert f"keeps its options; for others stop it: {shown.stop}" in other.stderr
+    assert shown.shell.run(again).stderr == ""
+
+
 def test_last_command_stops_this_stack(shown: Shown) -> None:
     """Runs last: the others need what it stops."""
     assert shown.program("jaeger")
