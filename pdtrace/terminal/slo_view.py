@@ -71,6 +71,10 @@ def share_text(least: float | None, most: float | None) -> str:
     return f"{low} %" if low == high else f"{low} to {high} %"
 
 
+def _number(number: int, plural: str) -> str:
+    return f"{number:,} {plural.removesuffix('s') if number == 1 else plural}"
+
+
 def _result(one: Attainment) -> Text:
     if one.met is not None:
         return Text("met", "green") if one.met else Text("missed", "bold red")
@@ -94,7 +98,7 @@ def _objectives(attainments: Sequence[Attainment], width: int) -> Table:
         if width >= _WIDTH_FOR_PROMISE:
             cells.append(one.promise)
         if width >= _WIDTH_FOR_COUNTED:
-            cells.append(f"{one.counted:,} {one.unit}")
+            cells.append(_number(one.counted, one.unit))
         kept = share_text(one.least, one.most)
         table.add_row(*cells, kept, f"{one.target * 100:.6g} %", _result(one))
     return table
@@ -114,12 +118,13 @@ def _drawn(
     line.append(bar, "bold")
     line.append(strip[kept:], "red")
     yield line
-    what = "longest gaps, one of each stream" if one.aim is Aim.TOKEN_GAP else one.unit
+    known = _number(spread.known, one.unit)
+    if one.aim is Aim.TOKEN_GAP:
+        known = f"{_number(spread.known, 'longest gaps')}, one of each stream"
     values = f"{seconds_text(low)} to {seconds_text(max(spread.most_ns, limit_ns))}"
     told = Text(
         f"{values}; {bar} {seconds_text(limit_ns)} · median {seconds_text(spread.p50_ns)}, "
-        f"p90 {seconds_text(spread.p90_ns)}, p99 {seconds_text(spread.p99_ns)} · "
-        f"{spread.known:,} {what}",
+        f"p90 {seconds_text(spread.p90_ns)}, p99 {seconds_text(spread.p99_ns)} · {known}",
         style="dim",
     )
     yield Padding(told, (0, 0, 0, len(name)), expand=False)
@@ -182,7 +187,7 @@ def _counting(report: SloReport) -> Iterable[str]:
     ended = ", ".join(
         f"{count} {name.replace('_', ' ')}" for name, count in report.outcomes.items()
     )
-    line = f"goodput: all {report.total.requests} requests that ended ({ended})"
+    line = f"goodput: all that ended, {_number(report.total.requests, 'requests')} ({ended})"
     if report.retried:
         line += f"; {report.retried} were tried again, and count once, as the last try went"
     yield line

@@ -90,6 +90,16 @@ def test_everything_that_was_asked_for_is_there(recording: Path) -> None:
     assert "┃" in page
 
 
+def test_one_is_no_plural(tmp_path: Path) -> None:
+    """The first that a newcomer asks about is a single request."""
+    path = tmp_path / "traces.jsonl"
+    path.write_bytes(json_lines.encode_line(spans_of(Story(request_id="only"))))
+    shown = " ".join(invoke("--from", path).stdout.split())
+    assert "1 stream 100.00 %" in shown
+    assert "1 longest gap, one of each stream" in shown
+    assert not re.search(r"\b1 (?:requests|streams|longest gaps)\b", shown)
+
+
 def test_exit_code_says_whether_all_is_met(recording: Path) -> None:
     assert invoke("--from", recording, *LENIENT).exit_code == 1  # one failed
     lenient = (*LENIENT, "--target", "errors=0.5")
