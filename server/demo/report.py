@@ -2,7 +2,8 @@
 
 Owns the demo's pass criterion; verdicts come from `pdtrace.analysis.verdict`, never from the
 scenario. A request passes if the stage blamed is the one that was held up, and for at least as
-long; one that nobody touched passes if no stage is blamed.
+long; one that nobody touched passes if no stage is blamed, or only as a guess: the first request
+with a long prompt is like no other, and a busy machine may well have stalled it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from pdtrace.analysis.sources import read_source
 from pdtrace.analysis.timeline import Timeline, build_timelines
-from pdtrace.analysis.verdict import Verdict, VerdictPolicy, judge_all
+from pdtrace.analysis.verdict import Confidence, Verdict, VerdictPolicy, judge_all
 from pdtrace.stages import Outcome
 from server.demo.drive import ClientView
 from server.demo.scenario import DemoRequest
@@ -123,7 +124,8 @@ def _judge(
     if error or timeline.outcome is not Outcome.COMPLETED:
         problems.append(f"did not complete: {error or timeline.outcome_reason}")
     blamed = verdict.stage if verdict.stalled else None
-    if blamed != request.expected:
+    is_guess = verdict.confidence is not Confidence.HIGH
+    if blamed != request.expected and not (is_guess and request.expected is None):
         wanted = f", not {request.expected}" if request.expected else ", and nothing held it up"
         problems.append(f"{blamed or 'nothing'} is blamed{wanted}")
     elif verdict.stage_ns < MIN_SEEN * request.stall_ms * 1_000_000:

@@ -187,7 +187,7 @@ def print_report(report: Report, run_dir: Path, console: Console) -> None:
     )
     console.print(table)
     right = sum(not item.problems for item in report.judged if item.request.expected)
-    wrongly = sum(item.blamed is not None for item in healthy)
+    wrongly = sum(bool(item.problems) for item in healthy)
     console.print(
         f"\n{right} of {held} stalls blamed on their own stage; {wrongly} of {len(healthy)} "
         f"healthy requests blamed; {report.unexplained * 100:.3f} % of the time unexplained."

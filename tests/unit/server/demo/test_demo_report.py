@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pdtrace.analysis.timeline import Timeline, build_timeline
+from pdtrace.analysis.verdict import Confidence
 from pdtrace.stages import Outcome
 from server.config import Deadlines
 from server.demo.drive import ClientView
@@ -73,6 +74,19 @@ def test_blamed_healthy_request_fails() -> None:
     report = report_on([*healthy_stories(), stalled("transfer")], {})
     assert not report.passed
     assert of(report, "victim").problems == ("transfer is blamed, and nothing held it up",)
+
+
+def test_healthy_request_that_is_like_no_other_may_be_blamed_as_a_guess() -> None:
+    """The first long prompt of a server that has served none, on a machine busy with others."""
+    cold = replace(stalled("prefill.compute", 30.0), prompt_tokens=1000)
+    report = report_on([*healthy_stories(), cold], {})
+    assert report.passed
+    assert of(report, "victim").blamed == "prefill.compute"
+    verdict = of(report, "victim").verdict
+    assert verdict is not None
+    assert verdict.confidence is Confidence.LOW
+    wanted = report_on([*healthy_stories(), cold], {"victim": "transfer"})
+    assert not wanted.passed
 
 
 def test_stall_that_nobody_saw_fails() -> None:
