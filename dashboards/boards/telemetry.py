@@ -16,17 +16,19 @@ def lossy(slo: Slo) -> tuple[Panel, ...]:
 
 
 def _behind_agents() -> Panel:
+    scraped = queries.series(names.UP, rules.BEHIND_AGENTS)
+    none_lost = f"0 * {queries.highest(scraped, ('instance',))}"
     unreached = f"1 - {queries.series(names.UP, rules.BEHIND_AGENTS)}"
     return lines(
         "Spans lost behind the agents",
         "What Jaeger or the collector refuses, cannot pass on, drops before it has decided, or "
         f"measures without labels, per second; 1 while it is not scraped. {EMPTY_WHILE}there is "
-        "no such program.",
+        "no such program. Its counters begin with the first loss: without one it is 0.",
         "what is sampled away on purpose. Model, role and worker do not apply.",
         SHORT,
         *(
             Query(
-                expr=queries.per_second(loss.counter, ("instance",)),
+                expr=f"{queries.per_second(loss.counter, ('instance',))} or {none_lost}",
                 legend=f"{{{{instance}}}} {loss.what}",
             )
             for loss in rules.LOSSES

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import yaml
 
+from dashboards.rules.alert import Severity
 from dashboards.rules.alerts import SILENT_S, alerts
 from dashboards.rules.timing import seconds
 from pdtrace.slo import DEFAULT_SLO
@@ -121,10 +122,8 @@ FROZEN = (
     "PDWorkerNotProgressing",
     "PDProcessDown",
     "PDOldestRequestTooOld",
-    "PDStageStalledOnWorker",
-    "PDStageStalledOnPair",
-    "PDKvLeaking",
 )
+TICKETS = ("PDStageStalledOnWorker", "PDStageStalledOnPair", "PDKvLeaking")
 
 
 def test_one_frozen_worker_is_one_message(alertmanager: Alertmanager) -> None:
@@ -167,6 +166,14 @@ def test_another_worker_and_what_is_of_no_worker_are_not_muted(alertmanager: Ale
         {"alertname": "PDTtftBudgetBurnFast", "slo": "ttft", "mark": mark},
     ]
     assert not any(settled(alertmanager, [*down, *others]).values())
+
+
+def test_tickets_are_not_muted(alertmanager: Alertmanager) -> None:
+    """One that was sent before and ends while it is muted would never be said to be resolved."""
+    assert {SHIPPED[name].severity for name in TICKETS} == {Severity.TICKET}
+    fired = about([*TICKETS, "PDProcessDown", "PDWorkerNotProgressing"], worker="decode-5")
+    muted = settled(alertmanager, fired)
+    assert {name for name in muted if muted[name]} == {"PDWorkerNotProgressing"}
 
 
 def test_fast_burn_mutes_the_slow_one_of_its_own_objective_and_model(

@@ -32,7 +32,7 @@ from dashboards.rules.alerts import LEAST_BEFORE, alerts
 from dashboards.rules.prometheus import rule_file
 from dashboards.rules.recordings import PAIR_STAGES, STEADY_STAGES, recordings
 from dashboards.rules.timing import Timing
-from pdtrace import Recorder, RequestContext, Role
+from pdtrace import Recorder, RequestContext, RequestTrace, Role
 from pdtrace.slo import Slo
 from pdtrace.stages import CHAINS, STAGE_BY_NAME, Mark, Mode, Outcome, StepKind
 from pdtrace.testing import SMALL_RING
@@ -357,11 +357,16 @@ def blindness(day: Day) -> None:
         known = 'count(pd_process_state{instance=~"http-1|small-0",state="alive"} == 1) == 2'
         for look in (scraped, known):
             wait_for(partial(day.stack.query, look), look)
+        begun = [begin(http, small, f"small-{number}") for number in range(RECORDED)]
+        seen = f"sum(pd_open_requests) >= {RECORDED}"
+        wait_for(partial(day.stack.query, seen), seen)
         with stopped(day.server.pid("agent")):
-            for number in range(RECORDED):
-                record(http, small, f"small-{number}")
+            for _, leg in begun:
+                generate(leg)
             for _ in range(OVERFLOWING):
                 small.step(StepKind.DECODE, [], tokens=1, begin_ns=1, end_ns=2)
+            for request, leg in begun:
+                end(request, leg)
 
 
 def damage(day: Day) -> None:
@@ -372,8 +377,8 @@ def damage(day: Day) -> None:
     clear(day.server)
 
 
-def record(http: Recorder, engine: Recorder, request_id: str) -> None:
-    """A request of an engine of one's own, as docs/recording.md shows it."""
+def begin(http: Recorder, engine: Recorder, request_id: str) -> tuple[RequestTrace, RequestTrace]:
+    """A request of an engine of one's own, as docs/recording.md shows it, until it is under way."""
     context = RequestContext.create(request_id=request_id, mode=Mode.COLOCATED)
     request, leg = http.begin(context), engine.begin(context)
     request.mark(Mark.RECEIVED, "POST", "/v1/completions", "text_completion")
@@ -381,12 +386,19 @@ def record(http: Recorder, engine: Recorder, request_id: str) -> None:
     request.mark(Mark.ADMITTED)
     request.mark(Mark.ROUTED, "small-0", "small-0")
     request.mark(Mark.DISPATCHED)
-    for mark in (Mark.RESERVE_RECEIVED, Mark.PREFILL_STARTED, Mark.PREFILL_FINISHED):
+    leg.mark(Mark.RESERVE_RECEIVED)
+    return request, leg
+
+
+def generate(leg: RequestTrace) -> None:
+    for mark in (Mark.PREFILL_STARTED, Mark.PREFILL_FINISHED, Mark.FIRST_TOKEN_COMMITTED):
         leg.mark(mark)
-    leg.mark(Mark.FIRST_TOKEN_COMMITTED)
-    request.mark(Mark.FIRST_TOKEN_SENT)
+
+
+def end(request: RequestTrace, leg: RequestTrace) -> None:
     leg.mark(Mark.DECODE_FINISHED, 16)
     leg.end()
+    request.mark(Mark.FIRST_TOKEN_SENT)
     request.mark(Mark.COMPLETED, Outcome.COMPLETED, None, None, 200, 16)
     request.end()
 

@@ -490,7 +490,8 @@ def test_what_went_wrong_is_shown(run: Run) -> None:
     }
     assert most("pd-overview", "Errors", "")[""] > 0
     assert most("pd-overview", "Alerts firing", "")[""] >= 1
-    assert most("pd-overview", "Processes", "instance")["decode-0"] == 4
+    # It was dead, and not ready while its successor was on its way.
+    assert most("pd-overview", "Processes", "instance")["decode-0"] >= 4
     assert most("pd-workers", "Failed hand-overs by pair", "source")["prefill-0"] > 0
     oldest = most("pd-stages", "Oldest open request by stage and worker", "stage")
     assert set(oldest) == set(IN_FLIGHT)

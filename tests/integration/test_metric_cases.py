@@ -303,8 +303,8 @@ OPTIONAL = frozenset(
         names.AGENT_DROPPED,  # with an exporter
     }
 )
-ELSEWHERE = ("traces_span_metrics_", "pdtrace:", "up", "ALERTS")
-"""What neither agent nor gateway exposes: span metrics, recorded series, Prometheus's own."""
+ELSEWHERE = ("traces_span_metrics_", "otelcol_", "pdtrace:", "up", "ALERTS")
+"""What neither agent nor gateway exposes: a collector's, recorded series, Prometheus's own."""
 
 
 @pytest.mark.case("DSH-02")
