@@ -34,6 +34,7 @@ def _behind_agents() -> Panel:
         Query(expr=unreached, legend="{{instance}} not scraped"),
         steps=((None, "transparent"), (1e-9, colours.BAD)),
         width=8,
+        reaches=1,
     )
 
 
@@ -80,4 +81,5 @@ def _off_scale(slo: Slo) -> Panel:
         },
         steps=((None, "transparent"), (rules.OFF_SCALE_SHARE, colours.BAD)),
         width=8,
+        reaches=2 * rules.OFF_SCALE_SHARE,
     )

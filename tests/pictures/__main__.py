@@ -43,7 +43,7 @@ def main() -> int:
     """Exit code 0: the pictures are there; 1: a panel was not drawn; 2: they cannot be made."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.pictures",
-        description="Pictures of all boards, of a real run with trouble in it (a quarter of an hour).",
+        description="Pictures of all boards, of a real run with trouble in it (15 minutes).",
     )
     parser.add_argument("--out", metavar="DIR", type=Path, default=IMAGES)
     parser.add_argument(
