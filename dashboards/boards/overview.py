@@ -314,7 +314,6 @@ def _budget(slo: Slo) -> tuple[Panel, ...]:
             shades=shades,
             steps=((None, "transparent"), *of_rate.items()),
             width=8,
-            height=9,
             reaches=1,
         )
         for objective in rec.objectives(slo)

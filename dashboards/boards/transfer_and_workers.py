@@ -249,8 +249,7 @@ def _pools() -> Panel:
 
 def _full() -> tuple[Panel, ...]:
     return (
-        pieces.kv_pages("KV pages by worker and state"),
-        _held_back(),
+        pieces.kv_pages("KV pages by worker and state", width=24),
         lines(
             "KV pages of all chosen workers",
             f"Pages by state. They add up to the pools, so they are stacked. {EMPTY_WHERE}no "
@@ -260,9 +259,8 @@ def _full() -> tuple[Panel, ...]:
             Query(expr=queries.total(_of_workers(names.KV_PAGES), ("state",)), legend="{{state}}"),
             colours=colours.KV,
             stacked=True,
-            width=24,
-            height=6,
         ),
+        _held_back(),
     )
 
 

@@ -15,6 +15,8 @@ from enum import Enum, auto
 RATE = 4.0
 """Requests a second."""
 STALL_MS = 900
+LONG_WORDS = 230
+"""Some six tokens each: with its answer half of a decode worker's pool."""
 HELD_MS = 30_000
 HELD = ("gateway.queue", "prefill.queue", "transfer", "decode.generate")
 """A stage of each role, in which a request is held at the end: the boards show what is open."""
@@ -69,7 +71,7 @@ class Ask:
 
 
 PHASES: Sequence[Phase] = (
-    Phase(says="health", seconds=130),
+    Phase(says="health", seconds=110),
     Phase(says="decode is told late of KV", seconds=60, stage="hop.publish"),
     Phase(says="health, and copies that are tried again", seconds=50, harm=Harm.COPY_FAILS),
     Phase(says="late tokens", seconds=60, stage="decode.gap"),
@@ -80,9 +82,9 @@ PHASES: Sequence[Phase] = (
     Phase(says="copies that fail", seconds=50, harm=Harm.COPIES_FAIL),
     Phase(says="requests wait for decode", seconds=60, stage="decode.queue"),
     Phase(says="health", seconds=50),
-    Phase(says="KV arrives late", seconds=100, stage="transfer"),
-    Phase(says="health", seconds=60),
-    Phase(says="the gateway is full", seconds=40, stage="gateway.queue"),
+    Phase(says="KV arrives late", seconds=80, stage="transfer"),
+    Phase(says="health", seconds=40),
+    Phase(says="the gateway holds requests back", seconds=40, stage="gateway.queue"),
 )
 
 
@@ -95,7 +97,7 @@ def phases(seconds: float) -> list[Phase]:
 def next_ask(phase: Phase, rng: random.Random) -> Ask:
     chance = rng.random()
     if rng.random() < phase.long_share:
-        return Ask(prompt=_prompt(rng, 1_000), max_tokens=200)
+        return Ask(prompt=_prompt(rng, LONG_WORDS), max_tokens=200)
     usual = Ask(prompt=_prompt(rng, rng.randint(20, 120)), max_tokens=rng.randint(8, 40))
     if chance < _WRONG:
         return replace(usual, is_wrong=True)
