@@ -54,7 +54,7 @@ bench: setup ## run the benchmarks; each ends with one JSON line
 soak: setup ## random faults under load, and what is left of it; 10 minutes, or SECONDS=60
 	@$(VENV)/python -m tests.soak --seconds $(SECONDS) $(SOAK_ARGS)
 
-pictures: setup ## take docs/images anew: the boards, of a real run with trouble in it (20 minutes)
+pictures: setup ## take docs/images anew: the boards, of a real run with trouble in it (15 minutes)
 	@.ci/programs
 	@$(VENV)/python -m tests.pictures $(PICTURES_ARGS)
 

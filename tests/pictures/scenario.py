@@ -71,20 +71,20 @@ class Ask:
 
 
 PHASES: Sequence[Phase] = (
-    Phase(says="health", seconds=110),
-    Phase(says="decode is told late of KV", seconds=60, stage="hop.publish"),
-    Phase(says="health, and copies that are tried again", seconds=50, harm=Harm.COPY_FAILS),
-    Phase(says="late tokens", seconds=60, stage="decode.gap"),
-    Phase(says="health, and a worker that is killed", seconds=60, harm=Harm.WORKER_ENDS),
-    Phase(says="no room for KV", seconds=60, long_share=0.4),
-    Phase(says="health", seconds=50),
-    Phase(says="requests wait for prefill", seconds=60, stage="prefill.queue"),
-    Phase(says="copies that fail", seconds=50, harm=Harm.COPIES_FAIL),
-    Phase(says="requests wait for decode", seconds=60, stage="decode.queue"),
-    Phase(says="health", seconds=50),
-    Phase(says="KV arrives late", seconds=80, stage="transfer"),
+    Phase(says="health", seconds=90),
+    Phase(says="decode is told late of KV", seconds=50, stage="hop.publish"),
+    Phase(says="health, and copies that are tried again", seconds=40, harm=Harm.COPY_FAILS),
+    Phase(says="late tokens", seconds=50, stage="decode.gap"),
+    Phase(says="health, and a worker that is killed", seconds=50, harm=Harm.WORKER_ENDS),
+    Phase(says="little room for KV", seconds=50, long_share=0.2),
     Phase(says="health", seconds=40),
-    Phase(says="the gateway holds requests back", seconds=40, stage="gateway.queue"),
+    Phase(says="requests wait for prefill", seconds=50, stage="prefill.queue"),
+    Phase(says="copies that fail", seconds=40, harm=Harm.COPIES_FAIL),
+    Phase(says="requests wait for decode", seconds=50, stage="decode.queue"),
+    Phase(says="health", seconds=40),
+    Phase(says="KV arrives late", seconds=110, stage="transfer"),
+    Phase(says="health", seconds=30),
+    Phase(says="the gateway holds requests back", seconds=30, stage="gateway.queue"),
 )
 
 
