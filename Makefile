@@ -10,11 +10,12 @@ DEMO_ARGS ?=
 STACK_ARGS ?=
 SECONDS ?= 600
 SOAK_ARGS ?=
+PICTURES_ARGS ?=
 
 # The environment's settings for other Pythons must not reach this one.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-.PHONY: help setup demo test check fix bench soak loadgen stack stack-down lock clean
+.PHONY: help setup demo test check fix bench soak pictures loadgen stack stack-down lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +53,10 @@ bench: setup ## run the benchmarks; each ends with one JSON line
 
 soak: setup ## random faults under load, and what is left of it; 10 minutes, or SECONDS=60
 	@$(VENV)/python -m tests.soak --seconds $(SECONDS) $(SOAK_ARGS)
+
+pictures: setup ## take docs/images anew: the boards, of a real run with trouble in it (15 minutes)
+	@.ci/programs
+	@$(VENV)/python -m tests.pictures $(PICTURES_ARGS)
 
 loadgen: setup ## create or update .venv-loadgen: aiperf, which the tests run against the server
 	@.ci/loadgen

@@ -276,7 +276,7 @@ def lines(
     width: int = 12,
     height: int = 8,
     table: bool = True,
-    to_one: bool = False,
+    reaches: float | None = None,
 ) -> Panel:
     """Values over time.
 
@@ -287,7 +287,7 @@ def lines(
     stacked    only for what adds up; `unstacked` are lines over it
     table      latest and highest value of each series beside its name; without it names alone,
                which is for many series in a narrow panel
-    to_one     the axis reaches 1 at least; where all is 0 it would end at 100
+    reaches    the axis ends at this value or above; where all is 0 it would end at 100 units
     """
     panel = (
         ts.Panel()
@@ -314,8 +314,8 @@ def lines(
     if stacked:
         stacking = cb.StackingConfig().mode(common.StackingMode.NORMAL).group("A")
         panel = panel.stacking(stacking)
-    if to_one:
-        panel = panel.axis_soft_max(1)
+    if reaches is not None:
+        panel = panel.axis_soft_max(reaches)
     if steps:
         style = cb.GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.DASHED)
         panel = panel.thresholds_style(style)

@@ -46,7 +46,7 @@ def _lost() -> Panel:
         bars=True,
         width=8,
         table=False,
-        to_one=True,
+        reaches=1,
     )
 
 

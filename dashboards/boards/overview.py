@@ -314,7 +314,7 @@ def _budget(slo: Slo) -> tuple[Panel, ...]:
             shades=shades,
             steps=((None, "transparent"), *of_rate.items()),
             width=8,
-            to_one=True,
+            reaches=1,
         )
         for objective in rec.objectives(slo)
     )

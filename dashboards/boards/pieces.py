@@ -118,7 +118,7 @@ def open_by_stage(title: str, *, width: int = 12, height: int = 8) -> Panel:
         links=(links.slow_in_this_stage(),),
         width=width,
         height=height,
-        to_one=True,
+        reaches=1,
     )
 
 
@@ -166,7 +166,7 @@ def stalls_by_stage(title: str, *, width: int = 12, height: int = 8) -> Panel:
         links=(links.slow_in_this_stage(),),
         width=width,
         height=height,
-        to_one=True,
+        reaches=1,
     )
 
 
@@ -193,7 +193,7 @@ def stalls_in_span_metrics(title: str, *, width: int = 12, height: int = 8) -> P
         links=(links.slow_in(f"${{__field.labels.{names.SPAN_STALL_STAGE}}}"),),
         width=width,
         height=height,
-        to_one=True,
+        reaches=1,
     )
 
 
@@ -220,6 +220,7 @@ def kv_pages(title: str, *, width: int = 12, height: int = 8) -> Panel:
         links=(links.worker(),),
         width=width,
         height=height,
+        reaches=1,
     )
 
 

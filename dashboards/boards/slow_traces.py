@@ -84,7 +84,7 @@ def _stalled() -> tuple[Panel, ...]:
             ),
             stacked=True,
             bars=True,
-            to_one=True,
+            reaches=1,
         ),
         lines(
             "Time in this stage by worker",

@@ -121,9 +121,11 @@ def _parts() -> tuple[Panel, ...]:
             width=8,
             height=10,
         ),
-        pieces.stalls_by_stage("Requests by dominant stage", width=8),
+        pieces.stalls_by_stage("Requests by dominant stage"),
         _stalling(),
-        pieces.stalls_in_span_metrics("Requests by dominant stage (span metrics)", width=8),
+        pieces.stalls_in_span_metrics(
+            "Requests by dominant stage (span metrics)", width=24, height=6
+        ),
     )
 
 
@@ -141,7 +143,7 @@ def _stalling() -> Panel:
         colours=pieces.stage_colours(),
         steps=pieces.limit_line(STALLING_SHARE),
         links=(links.slow_in_this_stage(),),
-        width=8,
+        reaches=2 * STALLING_SHARE,
     )
 
 
@@ -237,7 +239,7 @@ def _waits() -> tuple[Panel, ...]:
             links=(links.slow_in_this_stage(), links.worker()),
             width=24,
             height=6,
-            to_one=True,
+            reaches=1,
         ),
     )
 

@@ -36,6 +36,7 @@ def _behind_agents() -> Panel:
         Query(expr=unreached, legend="{{instance}} not scraped"),
         steps=((None, "transparent"), (1e-9, colours.BAD)),
         width=8,
+        reaches=1,
     )
 
 
@@ -82,4 +83,5 @@ def _off_scale(slo: Slo) -> Panel:
         },
         steps=((None, "transparent"), (rules.OFF_SCALE_SHARE, colours.BAD)),
         width=8,
+        reaches=2 * rules.OFF_SCALE_SHARE,
     )

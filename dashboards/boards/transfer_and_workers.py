@@ -81,7 +81,7 @@ def _moving() -> tuple[Panel, ...]:
             links=(links.worker(links.STAGES),),
             width=8,
             table=False,
-            to_one=True,
+            reaches=1,
         ),
         _standing(),
     )
@@ -138,27 +138,18 @@ def _busy() -> tuple[Panel, ...]:
             links=(links.worker(links.STAGES),),
             width=8,
             table=False,
-            to_one=True,
+            reaches=1,
         ),
         lines(
-            "Queues by worker",
-            "Requests that wait for a place in the batch, for pages or the other leg, or for their "
-            "KV, and copy jobs in the transfer process. They overlap, so they are not stacked. "
-            f"{EMPTY_WHERE}no chosen worker has one.",
-            "the gateway's queue: open requests by stage has it. Model does not apply.",
+            "Batch size by worker",
+            f"Mean requests per forward pass. {EMPTY_WHERE}no chosen worker has a model.",
+            "the spread behind a mean. Model does not apply, and role only through worker.",
             SHORT,
-            Query(expr=queues, legend="{{instance}} {{queue}}"),
+            Query(
+                expr=queries.mean(names.STEP_BATCH, v.BY_WORKER, by=("kind", "instance")),
+                legend="{{instance}} {{kind}}",
+            ),
             links=(links.worker(links.STAGES),),
-            width=8,
-            table=False,
-            to_one=True,
-        ),
-        lines(
-            "Tokens per second",
-            "Tokens of served requests: prompts, answers, and prompt tokens found in a cache.",
-            "tokens of requests that failed or are in flight. Model, role and worker do not apply.",
-            TOKENS_S,
-            Query(expr=queries.per_second(names.GATEWAY_TOKENS, ("type",)), legend="{{type}}"),
             width=8,
             table=False,
         ),
@@ -179,15 +170,11 @@ def _busy() -> tuple[Panel, ...]:
             table=False,
         ),
         lines(
-            "Batch size by worker",
-            f"Mean requests per forward pass. {EMPTY_WHERE}no chosen worker has a model.",
-            "the spread behind a mean. Model does not apply, and role only through worker.",
-            SHORT,
-            Query(
-                expr=queries.mean(names.STEP_BATCH, v.BY_WORKER, by=("kind", "instance")),
-                legend="{{instance}} {{kind}}",
-            ),
-            links=(links.worker(links.STAGES),),
+            "Tokens per second",
+            "Tokens of served requests: prompts, answers, and prompt tokens found in a cache.",
+            "tokens of requests that failed or are in flight. Model, role and worker do not apply.",
+            TOKENS_S,
+            Query(expr=queries.per_second(names.GATEWAY_TOKENS, ("type",)), legend="{{type}}"),
             width=8,
             table=False,
         ),
@@ -215,7 +202,19 @@ def _busy() -> tuple[Panel, ...]:
                 legend="{{instance}}",
             ),
             links=(links.worker(links.STAGES),),
-            width=12,
+            width=8,
+            table=False,
+        ),
+        lines(
+            "Queues by worker",
+            "Requests that wait for a place in the batch, for pages or the other leg, or for their "
+            "KV, and copy jobs in the transfer process. They overlap, so they are not stacked. "
+            f"{EMPTY_WHERE}no chosen worker has one.",
+            "the gateway's queue: open requests by stage has it. Model does not apply.",
+            SHORT,
+            Query(expr=queues, legend="{{instance}} {{queue}}"),
+            links=(links.worker(links.STAGES),),
+            reaches=1,
         ),
         _pools(),
     )
@@ -244,13 +243,13 @@ def _pools() -> Panel:
         ),
         steps=((None, "transparent"), (IDLE_EACH, colours.CALM), (WAITING_EACH, colours.BAD)),
         width=12,
-        to_one=True,
+        reaches=1,
     )
 
 
 def _full() -> tuple[Panel, ...]:
     return (
-        pieces.kv_pages("KV pages by worker and state"),
+        pieces.kv_pages("KV pages by worker and state", width=24),
         lines(
             "KV pages of all chosen workers",
             f"Pages by state. They add up to the pools, so they are stacked. {EMPTY_WHERE}no "
@@ -260,8 +259,6 @@ def _full() -> tuple[Panel, ...]:
             Query(expr=queries.total(_of_workers(names.KV_PAGES), ("state",)), legend="{{state}}"),
             colours=colours.KV,
             stacked=True,
-            width=6,
-            table=False,
         ),
         _held_back(),
     )
@@ -287,9 +284,7 @@ def _held_back() -> Panel:
         Query(expr=f"{held} and {busy} == 0", legend="{{instance}} held back while idle"),
         Query(expr=f"{capacity} - {accounted}", legend="{{instance}} unaccounted"),
         links=(links.worker(links.STAGES),),
-        width=6,
-        table=False,
-        to_one=True,
+        reaches=1,
     )
 
 
@@ -333,7 +328,7 @@ def _paths() -> tuple[Panel, ...]:
             links=(links.slow_in("transfer"),),
             width=8,
             table=False,
-            to_one=True,
+            reaches=1,
         ),
         lines(
             "KV transfer by pair",

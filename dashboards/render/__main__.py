@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from dashboards.build import GENERATED
-from dashboards.render.drawing import THEMES, Drawing, draw, failures, variables_of
+from dashboards.render.drawing import MOST_COLOURS, THEMES, Drawing, draw, failures, variables_of
 from dashboards.render.page import RenderError, find_programs, prepare
 from dashboards.render.times import milliseconds
 from dashboards.render.traces import slowest_trace
@@ -62,6 +62,7 @@ def _drawn(options: argparse.Namespace) -> int:
         to_ms=to_ms,
         out=options.out,
         variables=variables,
+        colours=options.colours,
     )
     pages = draw(drawing, programs)
     wrong = list(failures(pages))
@@ -96,7 +97,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--var", metavar="NAME=VALUE", action="append", default=[], help="may be given again"
     )
+    parser.add_argument(
+        "--colours", metavar="N", type=_colours, help="smaller pictures, of so many colours at most"
+    )
     return parser
+
+
+def _colours(text: str) -> int:
+    if not (text.isdecimal() and 2 <= int(text) <= MOST_COLOURS):
+        raise argparse.ArgumentTypeError(f"2 to {MOST_COLOURS}, not {text!r}")
+    return int(text)
 
 
 def _boards() -> dict[str, Json]:

@@ -1,14 +1,17 @@
 // Opens the page in headless Chromium once for each board and theme, and takes its picture.
 //
-// Reads one JSON document from standard input, {chromium, out, sources, timeoutMs, pages: [{name, settings}]},
-// and writes one to standard output, {pages: [{name, picture, report, failure, console}]}. PNGs go to `out`.
+// Reads one JSON document from standard input, {chromium, out, sources, timeoutMs, colours, pages: [{name, settings}]},
+// and writes one to standard output, {pages: [{name, picture, report, failure, console}]}. PNGs go to `out`, in as
+// many colours at most, or in all where `colours` is null.
 
+import {writeFile} from 'node:fs/promises';
 import {dirname, join} from 'node:path';
 import {text} from 'node:stream/consumers';
 import {fileURLToPath} from 'node:url';
 
 import {chromium} from 'playwright-core';
 
+import {reduced} from './palette.mjs';
 import {serve} from './serving.mjs';
 
 const FLAGS = [
@@ -83,7 +86,8 @@ async function draw({name, settings}) {
   await fetched.all(); // icons, which are fetched when they are seen
   const report = await tab.evaluate(() => window.pdtraceReport ?? null);
   const picture = join(asked.out, `${name}.png`);
-  await tab.screenshot({path: picture, fullPage: true, animations: 'disabled', timeout: asked.timeoutMs});
+  const png = await tab.screenshot({fullPage: true, animations: 'disabled', timeout: asked.timeoutMs});
   await context.close();
+  await writeFile(picture, asked.colours === null ? png : reduced(png, asked.colours));
   return {name, picture, report, failure, console: [...new Set(said)].slice(0, 20)};
 }

@@ -17,6 +17,8 @@ from dashboards.sdk import Json
 
 THEMES = ("dark", "light")
 WIDTH_PX = 1600
+MOST_COLOURS = 256
+"""Of a PNG with a palette."""
 SCRAPE_MS = 5000
 """The interval of `collector/prometheus.yml`, which Grafana's data source is told as well."""
 _PAGE_MS = 60_000
@@ -32,6 +34,7 @@ class Drawing:
     chosen       uids of those to draw
     variables    values by variable; a board takes those that it has
     from_ms, to_ms   Unix time
+    colours      of a picture, at most: it is smaller; None is all
     """
 
     boards: Mapping[str, Json]
@@ -43,6 +46,7 @@ class Drawing:
     to_ms: int
     out: Path
     variables: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    colours: int | None = None
 
     def pages(self) -> list[Json]:
         """What the page is told, for each picture."""
@@ -90,6 +94,7 @@ def draw(drawing: Drawing, programs: Mapping[str, str]) -> list[Json]:
         "out": str(drawing.out.resolve()),
         "sources": {"prometheus": drawing.prometheus, "jaeger": drawing.jaeger},
         "timeoutMs": _PAGE_MS,
+        "colours": drawing.colours,
         "pages": pages,
     }
     try:

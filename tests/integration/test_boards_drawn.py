@@ -30,7 +30,7 @@ STALL_MS = 600
 BASELINE = 24
 """Requests before a verdict on one that stalls."""
 PNG = b"\x89PNG\r\n\x1a\n"
-
+COLOURS = 32
 
 ONE_VALUE = {"model": "fake", "role": "decode", "worker": "decode-0"}
 
@@ -92,12 +92,13 @@ def drawings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drawings]:
         _wait_for_rates(stack)
         sources = [f"--prometheus={stack.urls['prometheus']}", f"--from={started_s - 5}"]
         jaeger = f"--jaeger={stack.urls['jaeger']}"
-        stage = f"--var=stage={STAGE}"
+        as_chosen = [f"--var=stage={STAGE}", "--var=step=5s"]
         one = [f"--var={name}={value}" for name, value in ONE_VALUE.items()]
-        wrong = ["--board=pd-slow", "--var=worker=nobody"]  # and no Jaeger
+        # And no Jaeger.
+        wrong = ["--board=pd-slow", "--var=worker=nobody", f"--colours={COLOURS}"]
         yield Drawings(
-            every=_draw(base / "every", *sources, jaeger, stage, "--theme=dark"),
-            one=_draw(base / "one", *sources, jaeger, stage, "--theme=light", *one),
+            every=_draw(base / "every", *sources, jaeger, *as_chosen, "--theme=dark"),
+            one=_draw(base / "one", *sources, jaeger, *as_chosen, "--theme=light", *one),
             wrong=_draw(base / "wrong", *sources, "--theme=dark", *wrong),
         )
 
@@ -154,6 +155,14 @@ def test_a_picture_of_each_is_there(drawn: Drawn) -> None:
         picture = Path(page["picture"]).read_bytes()
         assert picture.startswith(PNG)
         assert len(picture) > 50_000, page["name"]
+
+
+def test_a_picture_of_few_colours_has_a_palette(drawings: Drawings) -> None:
+    [page] = drawings.wrong.report["pages"]
+    picture = Path(page["picture"]).read_bytes()
+    assert picture.startswith(PNG)
+    at = picture.index(b"PLTE")
+    assert int.from_bytes(picture[at - 4 : at], "big") <= 3 * COLOURS
 
 
 def test_only_panels_that_do_not_concern_the_worker_are_empty(drawings: Drawings) -> None:

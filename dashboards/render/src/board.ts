@@ -10,6 +10,7 @@ export interface Target {
   datasource: DataSource;
   // Prometheus
   expr?: string;
+  interval?: string;
   instant?: boolean;
   exemplar?: boolean;
   format?: string;
@@ -37,6 +38,7 @@ export interface Panel {
   title: string;
   description?: string;
   gridPos: Place;
+  interval?: string;
   targets?: Target[];
   // Options and field settings are passed on to the component library, which knows their types.
   options?: any;
@@ -59,7 +61,7 @@ export interface AnnotationQuery {
   name: string;
   enable: boolean;
   iconColor: string;
-  target: {expr: string};
+  target: {expr: string; interval?: string};
   titleFormat?: string;
 }
 

@@ -8,10 +8,9 @@ import {createRoot} from 'react-dom/client';
 import type {AnnotationQuery, Settings} from './board';
 import {BoardView} from './BoardView';
 import {askMarks, labelValues} from './data/prometheus';
-import {builtIn, stepMs} from './intervals';
 import {type Mark, marksOf} from './marks';
 import {Collector, type Outcome, type Report} from './outcome';
-import {type Chosen, choose, fill, isAll, type Scope, shown} from './variables';
+import {type Chosen, choose, fill, isAll, type Scope, shown, timed} from './variables';
 
 declare global {
   interface Window {
@@ -22,12 +21,11 @@ declare global {
 
 async function main(): Promise<void> {
   const settings: Settings = await (await fetch('/settings.json')).json();
-  const {board, fromMs, toMs, scrapeMs} = settings;
+  const {board, fromMs, toMs} = settings;
   const theme = createTheme({colors: {mode: settings.theme}});
   document.body.style.background = theme.colors.background.canvas;
   const chosen = choose(board.templating.list, settings.variables);
-  const step = stepMs(toMs - fromMs, settings.widthPx, scrapeMs);
-  const scope: Scope = {chosen, builtIn: builtIn(fromMs, toMs, step, scrapeMs), fromMs, toMs};
+  const {scope} = timed(undefined, settings, chosen, settings.widthPx);
   locationUtil.initialize({
     config: {appSubUrl: ''} as any,
     getVariablesUrlParams: () => ({}),
@@ -36,7 +34,7 @@ async function main(): Promise<void> {
   await loadFont();
   const problems: string[] = [];
   const variables = await Promise.all([...chosen.values()].map((one) => offered(one, scope, problems)));
-  const marks = (await Promise.all(board.annotations.list.map((one) => marksFor(one, scope, step, problems)))).flat();
+  const marks = (await Promise.all(board.annotations.list.map((one) => marksFor(one, settings, chosen, problems)))).flat();
   const range: TimeRange = {
     from: dateTime(fromMs), to: dateTime(toMs), raw: {from: dateTime(fromMs), to: dateTime(toMs)},
   };
@@ -91,16 +89,17 @@ async function offered(one: Chosen, scope: Scope, problems: string[]): Promise<R
   return {name, shown: shown(one), offered: count};
 }
 
-async function marksFor(query: AnnotationQuery, scope: Scope, step: number, problems: string[]): Promise<Mark[]> {
+async function marksFor(query: AnnotationQuery, settings: Settings, chosen: Map<string, Chosen>, problems: string[]): Promise<Mark[]> {
   if (!query.enable) {
     return [];
   }
   try {
+    const {scope, stepMs} = timed(query.target.interval, settings, chosen, settings.widthPx);
     const expr = fill(query.target.expr, scope, {}, 'promql');
-    const series = await askMarks({expr, fromMs: scope.fromMs, toMs: scope.toMs, stepMs: step});
+    const series = await askMarks({expr, fromMs: scope.fromMs, toMs: scope.toMs, stepMs});
     return series.flatMap(({labels, timesMs}) => {
       const text = (query.titleFormat ?? query.name).replace(/\{\{\s*(\w+)\s*\}\}/g, (_, label) => labels[label] ?? '');
-      return marksOf(timesMs, step, query.iconColor, text);
+      return marksOf(timesMs, stepMs, query.iconColor, text);
     });
   } catch (error) {
     problems.push(`annotation ${query.name}: ${(error as Error).message}`);

@@ -2,7 +2,8 @@
 //
 // Knows the forms that a value takes (in PromQL, in an address, as it is), not where it comes from.
 
-import type {Variable} from './board';
+import type {Settings, Variable} from './board';
+import {builtIn, leastMs, stepMs} from './intervals';
 
 export const ALL = '$__all';
 
@@ -25,6 +26,19 @@ export interface Scope {
   builtIn: Record<string, string>;
   fromMs: number;
   toMs: number;
+}
+
+/** What a query is filled in with, and how far apart its points are. */
+export interface Timed {
+  scope: Scope;
+  stepMs: number;
+}
+
+/** Of a query drawn so wide; `interval` is the least step that it, or else its panel, has. */
+export function timed(interval: string | undefined, {fromMs, toMs, scrapeMs}: Settings, chosen: Map<string, Chosen>, widthPx: number): Timed {
+  const least = leastMs(fill(interval ?? '', {chosen, builtIn: {}, fromMs, toMs}), scrapeMs);
+  const step = stepMs(toMs - fromMs, widthPx, least);
+  return {scope: {chosen, builtIn: builtIn(fromMs, toMs, step, least), fromMs, toMs}, stepMs: step};
 }
 
 const REFERENCE = /\$\{(\w+)((?:\.\w+)*)(?::(\w+))?\}|\$(\w+)/g;

@@ -5,13 +5,13 @@ import {test} from 'node:test';
 
 import {rowFor, rowsOf} from '../src/buckets';
 import {distinct, thin} from '../src/exemplars';
-import {rateMs, stepMs} from '../src/intervals';
+import {leastMs, rateMs, stepMs} from '../src/intervals';
 import {tagsOf} from '../src/logfmt';
 import {marksOf} from '../src/marks';
 import {mayBeEmpty} from '../src/outcome';
 import {runsOf} from '../src/runs';
 import {rootOf, ticks, waterfall} from '../src/spans';
-import {choose, fill, type Scope} from '../src/variables';
+import {choose, fill, type Scope, timed} from '../src/variables';
 
 const worker = {name: 'worker', type: 'query', query: 'q', multi: true, includeAll: true, allValue: '.*', current: {value: '$__all', text: 'All'}};
 const stage = {name: 'stage', type: 'custom', query: 'a,b', current: {value: 'decode.reserve', text: 'decode.reserve'}};
@@ -33,11 +33,29 @@ test('a variable that the board lacks is refused', () => {
   assert.throws(() => choose([worker], {stgae: ['x']}), /no variable stgae/);
 });
 
-test('points are never closer than scrapes, a rate sees four of them', () => {
+test('points are never closer than the least step, a rate looks back four of them', () => {
   assert.equal(stepMs(300_000, 700, 5000), 5000);
-  assert.equal(stepMs(86_400_000, 700, 5000), 300_000);
+  assert.equal(stepMs(86_400_000, 700, 5000), 120_000);
+  assert.equal(stepMs(604_800_000, 700, 15_000), 900_000);
+  assert.equal(stepMs(604_800_000, 200_000, 1000), 60_000);
+  assert.equal(stepMs(31_536_000_000, 10, 15_000), 86_400_000);
   assert.equal(rateMs(5000, 5000), 20_000);
   assert.equal(rateMs(300_000, 5000), 305_000);
+});
+
+test("a query's least step is its own, which may be a variable, or else the scrape interval", () => {
+  assert.deepEqual(['', '500ms', '30s', '>1m'].map((text) => leastMs(text, 5000)), [5000, 500, 30_000, 60_000]);
+  assert.throws(() => leastMs('soon', 5000), /not soon/);
+  const step = {name: 'step', type: 'custom', query: '5s,30s', current: {value: '30s', text: '30s'}};
+  const settings = {fromMs: 0, toMs: 300_000, scrapeMs: 5000} as any;
+  const windows = (interval: string | undefined, asked: Record<string, string[]>): string[] => {
+    const {scope} = timed(interval, settings, choose([step], asked), 700);
+    return [scope.builtIn.__interval, scope.builtIn.__rate_interval];
+  };
+  assert.deepEqual(windows('$step', {}), ['30s', '120s']);
+  assert.deepEqual(windows('$step', {step: ['5s']}), ['5s', '20s']);
+  assert.deepEqual(windows('1m', {}), ['60s', '240s']);
+  assert.deepEqual(windows(undefined, {}), ['5s', '20s']);
 });
 
 test('cumulative buckets become rows, whatever their order', () => {

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dashboards.build import boards
+from dashboards.render.__main__ import main
 from dashboards.render.drawing import Drawing, failures
 from dashboards.render.page import RenderError, run_told
 from dashboards.render.times import milliseconds
@@ -71,6 +72,15 @@ def test_a_board_is_given_its_own_variables_only() -> None:
     given = {page["name"]: page["settings"]["variables"] for page in drawing.pages()}
     assert given["pd-overview-dark"] == {"worker": ["a", "b"]}
     assert given["pd-slow-dark"] == {"stage": ["transfer"], "worker": ["a", "b"]}
+
+
+@pytest.mark.parametrize("colours", ["1", "257", "many"])
+def test_colours_are_as_many_as_a_palette_holds(
+    colours: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--prometheus=http://x", f"--out={tmp_path}", "--colours", colours])
+    assert f"2 to 256, not '{colours}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

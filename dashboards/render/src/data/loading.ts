@@ -9,14 +9,14 @@ import {lastValueFrom} from 'rxjs';
 import type {Panel, Settings, Target} from '../board';
 import {distinct, type Exemplar} from '../exemplars';
 import {fieldOptions} from '../fieldOptions';
-import {builtIn, stepMs} from '../intervals';
-import {type Chosen, fill, type Scope, type Spot} from '../variables';
+import {type Chosen, fill, type Spot, timed, type Timed} from '../variables';
 import {askJaeger} from './jaeger';
 import {ask, askExemplars} from './prometheus';
 
 export interface PanelData {
   frames: DataFrame[];
   exemplars: Exemplar[];
+  /** Of the query whose points are farthest apart. */
   stepMs: number;
   replace: (text: string, scoped?: ScopedVars, format?: unknown) => string;
 }
@@ -30,11 +30,9 @@ standardTransformersRegistry.setInit(() => {
 });
 
 export async function load(panel: Panel, settings: Settings, chosen: Map<string, Chosen>, widthPx: number, theme: GrafanaTheme2): Promise<PanelData> {
-  const {fromMs, toMs, scrapeMs} = settings;
-  const step = stepMs(toMs - fromMs, widthPx, scrapeMs);
-  const scope: Scope = {chosen, builtIn: builtIn(fromMs, toMs, step, scrapeMs), fromMs, toMs};
-  const targets = panel.targets ?? [];
-  const answers = await Promise.all(targets.map((target) => one(target, scope, step, targets.length > 1)));
+  const targets = (panel.targets ?? []).map((target) => ({target, at: timed(target.interval ?? panel.interval, settings, chosen, widthPx)}));
+  const answers = await Promise.all(targets.map(({target, at}) => one(target, at, targets.length > 1)));
+  const {scope} = timed(panel.interval, settings, chosen, widthPx);
   const replace = (text: string, scoped?: ScopedVars): string => fill(text, scope, spotOf(scoped));
   let frames = answers.flatMap((answer) => answer.frames);
   if (panel.transformations?.length) {
@@ -50,7 +48,7 @@ export async function load(panel: Panel, settings: Settings, chosen: Map<string,
     timeZone: settings.timeZone,
   });
   cacheFieldDisplayNames(frames);
-  return {frames, exemplars: distinct(answers.flatMap((answer) => answer.exemplars)), stepMs: step, replace};
+  return {frames, exemplars: distinct(answers.flatMap((answer) => answer.exemplars)), stepMs: Math.max(...targets.map(({at}) => at.stepMs)), replace};
 }
 
 /** How many values there are to draw. */
@@ -59,7 +57,7 @@ export function points(frames: DataFrame[]): number {
   return fields.reduce((sum, field) => sum + field.values.filter((value) => value !== null && value !== undefined).length, 0);
 }
 
-async function one(target: Target, scope: Scope, step: number, several: boolean): Promise<{frames: DataFrame[]; exemplars: Exemplar[]}> {
+async function one(target: Target, {scope, stepMs}: Timed, several: boolean): Promise<{frames: DataFrame[]; exemplars: Exemplar[]}> {
   if (target.datasource.type === 'jaeger') {
     const filled = Object.fromEntries(
       Object.entries(target).map(([name, value]) => [name, typeof value === 'string' ? fill(value, scope) : value]),
@@ -69,7 +67,7 @@ async function one(target: Target, scope: Scope, step: number, several: boolean)
   if (target.datasource.type !== 'prometheus') {
     throw new Error(`no data source of type ${target.datasource.type}`);
   }
-  const asked = {expr: fill(target.expr ?? '', scope, {}, 'promql'), fromMs: scope.fromMs, toMs: scope.toMs, stepMs: step};
+  const asked = {expr: fill(target.expr ?? '', scope, {}, 'promql'), fromMs: scope.fromMs, toMs: scope.toMs, stepMs};
   const [frames, exemplars] = await Promise.all([
     ask(target, asked, several),
     target.exemplar ? askExemplars(asked) : Promise.resolve([]),

@@ -1,0 +1,1 @@
+"""The pictures of the boards in `docs/images`, made anew: `make pictures`."""
