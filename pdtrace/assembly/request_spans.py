@@ -131,6 +131,7 @@ class _Assembly:
                     self._draft_repeated(plan, attempt)
                 else:
                     self._draft_once(plan, attempt)
+        self._draft_news()
         self._draft_answer()
         self._end_with_the_attempt()
         for attempt in self.evidence.attempts.values():
@@ -204,15 +205,30 @@ class _Assembly:
         )
         if completed is None or done or self.evidence.gateway is None:
             return
-        ends = [
+        ends = [end_ns for number in self.drafts for end_ns in self._chain_ends(number)]
+        if ends and max(ends) < completed.t_ns:
+            self._draft(plan, last, completed.leg, max(ends), completed.t_ns)
+
+    def _draft_news(self) -> None:
+        """How long the gateway took to end an attempt that had failed elsewhere, and to begin the
+        next: the news was on its way, and its loop was busy."""
+        evidence = self.evidence
+        for number, attempt in evidence.attempts.items():
+            if attempt is evidence.last_attempt or evidence.gateway is None:
+                continue
+            ends = self._chain_ends(number)
+            end = attempt.end
+            if ends and end.leg is evidence.gateway and max(ends) < end.t_ns:
+                plan = self.plans["gateway.finish"]
+                self._draft(plan, attempt, evidence.gateway, max(ends), end.t_ns)
+
+    def _chain_ends(self, number: int) -> list[int]:
+        return [
             draft.end_ns
-            for by_name in self.drafts.values()
-            for name, drafts in by_name.items()
+            for name, drafts in self.drafts.get(number, {}).items()
             if self.plans[name].in_chain
             for draft in drafts
         ]
-        if ends and max(ends) < completed.t_ns:
-            self._draft(plan, last, completed.leg, max(ends), completed.t_ns)
 
     def _end_with_the_attempt(self) -> None:
         """What runs beside the chain must not be the attempt's child that ends last, nor end in

@@ -578,6 +578,32 @@ def test_retry_is_a_second_attempt_linked_to_the_first() -> None:
     assert len([s for s in spans if s.name in ("gateway.ingest", "gateway.queue")]) == 2
 
 
+def test_time_in_which_a_failure_travelled_to_the_gateway_is_the_gateways() -> None:
+    """The transfer process gave up at 6.3 ms, the gateway heard of it at 10.5 ms and began anew."""
+    second = request_of(
+        [m for m in pd_moments() if m[2] >= 500 and m[1] is not Mark.COMPLETED], attempt=2
+    )
+    for leg in second.legs:
+        leg.marks = [
+            MarkRecord(mark=m.mark, key=2, attempt=2, t_ns=m.t_ns + 10 * MS, values=m.values)
+            for m in leg.marks
+        ]
+    gives_up = aborted(TRANSFER, 6_300, "failed", "transfer_failed", "transfer-0")
+    first = request_of([*until(pd_moments(), 6_200), gives_up])
+    gateway = next(leg for leg in first.legs if leg.process.role is GATEWAY)
+    abort = aborted(GATEWAY, 10_500, "failed", "transfer_failed", "transfer-0")
+    done = completed(31_000, "completed", "", "", 200)
+    gateway.marks.append(record(abort[1], START_NS + 10_500 * US, abort[3]))
+    gateway.marks.append(record(done[1], START_NS + 31_000 * US, done[3], attempt=2))
+    first.legs = [*first.legs, *second.legs]
+    spans = assemble(first)
+    (news,) = [s for s in spans if s.name == "gateway.finish" and s.attributes[a.ATTEMPT.key] == 1]
+    assert news.attributes[a.BEGIN_NS.key] == START_NS + 6_300 * US
+    assert news.attributes[a.END_NS.key] == START_NS + 10_500 * US
+    assert news.parent_id == root_of(spans).span_id
+    assert build_timeline(Trace(trace_id=spans[0].trace_id, spans=tuple(spans))).unexplained_ns == 0
+
+
 def two_attempts(first: CollectedRequest, until_us: int) -> CollectedRequest:
     """`first`, which failed when a worker was lost, and another attempt, on other workers, which
     came as far as `until_us` and failed then."""
