@@ -506,8 +506,8 @@ STAGES: tuple[Stage, ...] = (
         roles=_GATEWAY,
         kind=Kind.WORK,
         parent=ROOT_SPAN,
-        meaning="The last tokens, or the error, travel to the client; the response is closed. Of an "
-        "attempt that is tried again: its failure travels to the gateway.",
+        meaning="The last tokens, or the error, travel to the client; the response is closed. Of "
+        "an attempt that is tried again: its failure travels to the gateway.",
         advice="Look at slow clients and at the gateway's event loop.",
     ),
     # Beside the chain.
