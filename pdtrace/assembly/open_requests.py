@@ -306,6 +306,9 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
         progress, context = self.progress, self.context
         in_token = progress.at == progress.plan.token
         stage, since_ns = progress.stage(token_awaited=in_token and self._token_awaited)
+        given_up_ns = None if stage is None else self._given_up_ns(stage, to_home)
+        if given_up_ns is not None:  # the news travels to the gateway
+            stage, since_ns = progress.plan.stages[-1], given_up_ns
         return InFlight(
             request_id=context.request_id,
             trace_id=context.trace_id,
@@ -329,6 +332,19 @@ class OpenRequest(msgspec.Struct, eq=False, gc=False):
             ended=self._ended,
             incomplete=self._incomplete(lost),
         )
+
+    def _given_up_ns(self, stage: Stage, to_home: ToHome) -> int | None:
+        """When a worker gave up the stage it was to end, of which the gateway has not said anything
+        yet; None if none did, or if the gateway's word is another host's."""
+        if not self.has_gateway:
+            return None
+        for leg in self.legs:
+            is_its_worker = leg.role in stage.roles and leg.role is not Role.GATEWAY
+            if is_its_worker and not leg.is_held and leg.attempt == self.progress.attempt:
+                for record in reversed(leg.marks):
+                    if record.mark is Mark.ABORTED:
+                        return to_home(leg.source, record.t_ns)
+        return None
 
     @property
     def _ended(self) -> str | None:

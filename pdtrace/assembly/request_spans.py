@@ -188,11 +188,14 @@ class _Assembly:
                     )
                     draft.conclude(end, guilty=stage is attempt.active)
             elif evidence.is_going_on(stage, attempt):
-                end = evidence.given_up(stage, attempt, begin) or evidence.end
+                given_up = evidence.given_up(stage, attempt, begin)
+                end = given_up or evidence.end
                 draft = self._draft(
                     plan, attempt, self._owner(stage, attempt, end), begin, end.t_ns
                 )
                 draft.conclude(end, guilty=True)
+                if given_up is not None and evidence.gateway is not None:
+                    self._draft_open_news(attempt, evidence.gateway, given_up.t_ns)
 
     def _draft_answer(self) -> None:
         """What the gateway still did after a request had failed: it waited for the legs to let go
@@ -221,6 +224,12 @@ class _Assembly:
             if ends and end.leg is evidence.gateway and max(ends) < end.t_ns:
                 plan = self.plans["gateway.finish"]
                 self._draft(plan, attempt, evidence.gateway, max(ends), end.t_ns)
+
+    def _draft_open_news(self, attempt: Attempt, gateway: Leg, since_ns: int) -> None:
+        """The same in flight, where the gateway has not heard of it."""
+        end = self.evidence.end
+        plan = self.plans["gateway.finish"]
+        self._draft(plan, attempt, gateway, since_ns, end.t_ns).conclude(end, guilty=True)
 
     def _chain_ends(self, number: int) -> list[int]:
         return [

@@ -105,7 +105,8 @@ def test_time_in_which_the_gateway_was_stopped_is_told_of_what_waited_for_it(
     server: RunningServer,
 ) -> None:
     """A message that comes just behind the pause waited for it, unless the machine is so slow that
-    "just behind" is long over, or that the request is: so it is tried some times."""
+    "just behind" is long over, or that the request is: so it is tried some times. The answer is
+    short: a worker lets go of requests whose gateway is silent for longer than `dead_after_s`."""
     waits: list[object] = []
 
     def stage_of(name: str) -> object:
@@ -115,7 +116,7 @@ def test_time_in_which_the_gateway_was_stopped_is_told_of_what_waited_for_it(
     with ThreadPoolExecutor() as pool:
         for number in range(8):
             name = f"gateway-stopped-{number}"
-            asked = Ask(request_id=name, prompt=list(range(20)), max_tokens=400, stream=False)
+            asked = Ask(request_id=name, prompt=list(range(20)), max_tokens=120, stream=False)
             answer = pool.submit(ask, server, asked)
             wait_for(
                 lambda name=name, answer=answer: (
@@ -142,6 +143,39 @@ def test_time_in_which_the_gateway_was_stopped_is_told_of_what_waited_for_it(
             if WaitReason.PROCESS_PAUSED in waits:
                 return
     raise AssertionError(f"no trace says that the gateway stood still: {waits}")
+
+
+def test_request_that_its_worker_gave_up_waits_for_the_stopped_gateway(
+    server: RunningServer,
+) -> None:
+    """The worker waits `dead_after_s` for a gateway that is silent, 3 s."""
+    name = "given-up"
+    asked = Ask(request_id=name, prompt=list(range(20)), max_tokens=900, stream=False)
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(ask, server, asked)
+        wait_for(
+            lambda: (in_flight(server, name) or {}).get("stage") == "decode.generate",
+            "a request that generates",
+        )
+        pid = server.pid("gateway-0")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            wait_for(
+                lambda: (in_flight(server, name) or {}).get("stage") == "gateway.finish",
+                "what the worker gave up",
+            )
+            seen = in_flight(server, name)
+            assert seen is not None
+            assert (seen["worker"], seen["attempt"]) == ("gateway-0", 1)
+            text = why(server, name)
+            assert "gateway.finish" in text and "gateway-0" in text, text
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert answer.result().status == 200
+    spans = spans_of(server, name)
+    assert [s.attributes[a.OUTCOME.key] for s in spans if s.name == "attempt"][-1] == "completed"
+    [given_up, _] = [span for span in spans if span.name == "decode.generate"]
+    assert given_up.attributes[a.OUTCOME.key] != "completed"
 
 
 def why(server: RunningServer, request_id: str, *options: str) -> str:

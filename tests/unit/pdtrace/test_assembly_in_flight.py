@@ -106,10 +106,20 @@ def test_first_attempt_that_failed_is_closed_while_the_second_goes_on() -> None:
 
 def test_stage_that_its_own_process_gave_up_has_ended_there() -> None:
     moments = [*until(pd_moments(), 5_000), aborted(PREFILL, 5_000, "failed", "engine_error", "p")]
-    compute = named(at(request_of(moments), 5_100), "prefill.compute")
+    spans = at(request_of(moments), 5_100)
+    compute = named(spans, "prefill.compute")
     assert compute.attributes[a.OUTCOME.key] == "failed"
     assert compute.attributes[a.END_NS.key] == START_NS + 5_000 * US
     assert a.OPEN.key not in compute.attributes
+    news = named(spans, "gateway.finish")
+    assert news.attributes[a.BEGIN_NS.key] == START_NS + 5_000 * US
+    assert news.attributes[a.OPEN.key] is True
+
+
+def test_where_the_gateway_is_another_hosts_nothing_is_said_of_what_it_hears() -> None:
+    moments = [m for m in until(pd_moments(), 5_000) if m[0] is not GATEWAY]
+    moments.append(aborted(PREFILL, 5_000, "failed", "engine_error", "p"))
+    assert "gateway.finish" not in {span.name for span in at(request_of(moments), 5_100)}
 
 
 def test_worker_that_is_gone_is_told_before_the_gateway_notices() -> None:

@@ -335,6 +335,23 @@ def test_request_goes_on_in_its_workers_when_its_gateway_dies() -> None:
     assert seen.ended is None
 
 
+def test_attempt_that_its_worker_gave_up_waits_for_the_gateway_to_hear_of_it() -> None:
+    tracker = tracker_of()
+    tracker.feed(GATEWAY, WHOLE[:2], 0)
+    tracker.feed(DECODE, [opened(), mark(Mark.RESERVE_RECEIVED), mark(Mark.ABORTED, t_ns=8)], 0)
+    [seen] = tracker.in_flight(20)
+    assert seen.stage == "decode.reserve", "it still clears up"
+    tracker.feed(DECODE, [ended()], 0)
+    [seen] = tracker.in_flight(20)
+    assert (seen.stage, seen.worker) == ("gateway.finish", "gateway-0")
+    assert seen.stage_age_s == pytest.approx(12e-9)
+    second = CONTEXT.next_attempt(ids=SequentialIds(50))
+    again = MarkRecord(mark=Mark.RESERVE_RECEIVED, key=2, attempt=2, t_ns=15)
+    tracker.feed(DECODE, [opened(second, 2), again], 0)
+    [seen] = tracker.in_flight(20)
+    assert (seen.stage, seen.attempt) == ("decode.reserve", 2)
+
+
 def test_leg_that_had_let_go_is_not_lost() -> None:
     tracker = tracker_of()
     tracker.feed(GATEWAY, WHOLE[:2], 0)
