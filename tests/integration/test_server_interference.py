@@ -23,7 +23,7 @@ from tests.support.server import ROOT, RunningServer, running_server
 pytestmark = pytest.mark.server
 
 MODEL = "fake:step_ms=4,token_us=2000"
-"""The culprit's pass over 400 tokens takes 0.8 s, a step of the batch some 10 ms."""
+"""The culprit's pass over 800 tokens takes 1.6 s, a step of the batch some 10 ms."""
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +36,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
             prompt = list(range(1 + number, 30 + number))
             ask(server, Ask(request_id=f"usual-{number}", prompt=prompt, max_tokens=60))
         with ThreadPoolExecutor() as pool:
-            victim = Ask(request_id="victim", prompt=list(range(40, 70)), max_tokens=300)
+            victim = Ask(request_id="victim", prompt=list(range(40, 70)), max_tokens=200)
             answer = pool.submit(ask, server, victim)
             wait_for(
                 lambda: (in_flight(server, "victim") or {}).get("stage") == "decode.generate",
                 "a victim that generates",
             )
-            culprit = [(7 * i) % 200 + 1 for i in range(400)]
+            culprit = [(7 * i) % 200 + 1 for i in range(800)]
             ask(server, Ask(request_id="culprit", prompt=culprit, max_tokens=4))
             assert answer.result().status == 200
         yield server
