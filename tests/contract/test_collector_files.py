@@ -89,7 +89,7 @@ def test_each_program_is_asked_about_each_of_its_files() -> None:
 def test_collector_accepts_the_load_balancer_but_for_its_resolver(tmp_path: Path) -> None:
     """No program here has its exporter. `protocol.otlp` takes what the exporter `otlp` does, but
     for an endpoint: as such it is checked, and with it everything around. What is left are the
-    routing key and the resolver, whose documentation says which are texts."""
+    routing key and the resolver, of which the exporter wants all values as text."""
     config = yaml.safe_load((COLLECTOR / BALANCER).read_text())
     balancing = config["exporters"].pop("loadbalancing")
     assert set(balancing) == {"routing_key", "protocol", "resolver"}
