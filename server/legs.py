@@ -10,7 +10,7 @@ anything may arrive after the end. The memory tells these cases apart; it holds 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -44,6 +44,11 @@ class LegTable(Generic[LegT]):
     def __iter__(self) -> Iterator[LegT]:
         """Legs in order of arrival; the table may change while the caller goes through them."""
         return iter(list(self._legs.values()))
+
+    @property
+    def handoff_ids(self) -> Set[str]:
+        """Of the legs in the table, as it changes."""
+        return self._legs.keys()
 
     def __getitem__(self, handoff_id: str) -> LegT:
         return self._legs[handoff_id]

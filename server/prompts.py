@@ -90,8 +90,8 @@ class PromptPages:
         """
         # All matches are locked before any page is taken: taking pages may evict cached ones.
         matches = [self._match(leg) for leg in legs]
-        for match in matches:
-            self.cache.lock(match)
+        for leg, match in zip(legs, matches, strict=True):
+            self.cache.lock(match, leg.handoff_id)
         for leg, match in zip(legs, matches, strict=True):
             pages = take(pages_of(leg) - len(match.pages), leg.handoff_id)
             if pages is None:

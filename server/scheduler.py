@@ -67,8 +67,6 @@ _logger = logging.getLogger(__name__)
 
 _GENERATE = "decode.generate"
 _GAUGES = (
-    Gauge.KV_PAGES_TOTAL,
-    Gauge.KV_PAGES_FREE,
     Gauge.IN_FLIGHT,
     Gauge.STEPS,
     Gauge.LAST_PROGRESS_NS,
@@ -144,7 +142,11 @@ class Scheduler(ABC, Generic[LegT]):
 
     @abstractmethod
     def report(self) -> WorkerLoad:
-        """Set the gauges and return what routing looks at."""
+        """Set the gauges and return what routing looks at.
+
+        Those of pages are set in one call: who reads them beside it must not see the states of one
+        turn next to the free pages of another.
+        """
 
     # -- receive ------------------------------------------------------------------------------
 
@@ -543,11 +545,7 @@ class Scheduler(ABC, Generic[LegT]):
         self.flush()
         busy = len(self.legs) > 0
         tick_ns = self._ports.progress.tick(busy=busy, load=self.report(), ignored=self.ignored)
-        allocator = self.allocator
-        self._recorder.gauges(
-            _GAUGES,
-            (allocator.num_pages, allocator.num_free, len(self.legs), self._steps, tick_ns),
-        )
+        self._recorder.gauges(_GAUGES, (len(self.legs), self._steps, tick_ns))
         if not busy and not self._was_idle:
             try:
                 self.check_integrity()

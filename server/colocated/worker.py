@@ -14,8 +14,9 @@ from server.config import ProcessConfig
 from server.engine.base import Engine
 from server.faults import FaultHolds
 from server.generating import GeneratingScheduler
-from server.kv.radix import LOCK_OWNER, RadixCache
+from server.kv.page_states import count_page_states
 from server.kv.radix import OWNER as CACHE
+from server.kv.radix import RadixCache
 from server.ports import Ports
 from server.prefill.policy import Chunk, QueuedPrompt, RunningPrompt
 from server.prompts import PromptPages, chunk_work
@@ -29,6 +30,8 @@ _IN_STEPS = (_S.PREFILLING, _S.COMMITTING, _S.RUNNING, _S.RECOMPUTING)
 _GAUGES = (
     Gauge.RUNNING,
     Gauge.WAITING,
+    Gauge.KV_PAGES_TOTAL,
+    Gauge.KV_PAGES_FREE,
     Gauge.KV_PAGES_USED,
     Gauge.KV_PAGES_CACHED,
 )
@@ -238,13 +241,25 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
             for leg in self.legs
             if leg.state in (_S.QUEUED, _S.PREFILLING)
         )
-        used = sum(len(leg.table) for leg in self.legs)
+        pages = count_page_states(
+            self.allocator.count_by_holders(), in_flight=self.legs.handoff_ids
+        )
         running = sum(counts[state] for state in _IN_STEPS)
         waiting = counts[_S.QUEUED] + counts[_S.PREEMPTED]
-        self._recorder.gauges(_GAUGES, (running, waiting, used, self.cache.num_pages))
+        self._recorder.gauges(
+            _GAUGES,
+            (
+                running,
+                waiting,
+                self.allocator.num_pages,
+                self.allocator.num_free,
+                pages.used,
+                pages.cached,
+            ),
+        )
         return WorkerLoad(
             pages_total=self.allocator.num_pages,
-            pages_free=self.allocator.num_free + self.cache.num_evictable,
+            pages_free=self._prompts.num_available,
             running=running,
             waiting=len(self.legs) - running,
             queued_tokens=queued_tokens,
@@ -254,7 +269,7 @@ class ColocatedWorker(GeneratingScheduler[ColocatedLeg]):
         """Raises IntegrityError unless every page is free, cached, or held by a leg in flight."""
         self.allocator.check_integrity()
         self.cache.check_integrity()
-        self.check_owners({CACHE, LOCK_OWNER} if len(self.legs) else {CACHE})
+        self.check_owners({CACHE})
 
 
 def run(config: ProcessConfig, *, engine: Engine | None = None, stop: Stop | None = None) -> None:

@@ -9,13 +9,14 @@ whole prefix, since KV depends on every token before it.
 Who owns the pages of a prompt of n tokens, m of which were matched (m a multiple of the page size):
 
     interval                  before insert                   after insert(prompt, pages)
-    [0, m)                    cache; lock holds a reference   the same
+    [0, m)                    cache, and request by its lock  the same
     [m, full)  not cached     request                         request and cache, a reference each
     [m, full)  cached since   request (a duplicate)           request; the cache keeps its own
     [full, n)  partial page   request                         request
 
 with full = n - n % page_size. `insert` changes no reference of the caller's: the request releases
 its pages when it is done with them, exactly as it would without a cache, and unlocks its match.
+A lock is held under the request's own tag, so that a page tells which requests share it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from server.errors import IntegrityError
 from server.kv.pages import PageAllocator
 
 OWNER = "radix"
-LOCK_OWNER = "radix.lock"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,19 +49,20 @@ class Match:
 
     pages        pages of the prefix, in order; num_tokens = len(pages) * page_size
     node         deepest node of the prefix; the root for an empty match
+    locked_by    owner tag of the lock, while there is one
     """
 
     pages: tuple[int, ...]
     num_tokens: int
     node: RadixNode
-    locked: bool = False
+    locked_by: str | None = None
 
 
 class RadixCache:
     """Prefix cache over the pages of one allocator. Not thread-safe: it belongs to one scheduler.
 
-    The cache holds one reference (owner `OWNER`) on each of its pages and a lock one more (owner
-    `LOCK_OWNER`); a page is evictable while nobody but the cache holds it.
+    The cache holds one reference (owner `OWNER`) on each of its pages and a lock one more (owner:
+    whoever locks); a page is evictable while nobody but the cache holds it.
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int) -> None:
@@ -103,28 +104,28 @@ class RadixCache:
             node = child
         return Match(pages=tuple(pages), num_tokens=len(pages) * self._page_size, node=node)
 
-    def lock(self, match: Match) -> None:
-        """Keep the pages of `match` until `unlock`.
+    def lock(self, match: Match, owner: str) -> None:
+        """Keep the pages of `match` for `owner` until `unlock`.
 
         Call it before anything that may evict: raises IntegrityError when the match is locked
         already or its pages have left the cache since.
         """
-        if match.locked:
+        if match.locked_by is not None:
             raise IntegrityError(f"match of pages {match.pages} is locked twice")
         node: RadixNode | None = match.node
         while node is not None and node is not self._root:
             if self._by_page.get(node.page) is not node:
                 raise IntegrityError(f"lock of page {node.page}: it was evicted after the match")
             node = node.parent
-        self._allocator.retain(match.pages, LOCK_OWNER)
-        match.locked = True
+        self._allocator.retain(match.pages, owner)
+        match.locked_by = owner
 
     def unlock(self, match: Match) -> None:
         """Undo `lock`. Raises IntegrityError when the match is not locked."""
-        if not match.locked:
+        if match.locked_by is None:
             raise IntegrityError(f"match of pages {match.pages} is unlocked but was not locked")
-        self._allocator.release(match.pages, LOCK_OWNER)
-        match.locked = False
+        self._allocator.release(match.pages, match.locked_by)
+        match.locked_by = None
 
     def insert(self, token_ids: Sequence[int], pages: Sequence[int]) -> int:
         """Remember the full pages of `token_ids`, whose KV lies in `pages` in order.

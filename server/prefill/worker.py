@@ -17,8 +17,9 @@ from server.config import ProcessConfig
 from server.engine.base import Engine
 from server.engine.validation import check_sampling
 from server.faults import FaultHolds
-from server.kv.radix import LOCK_OWNER, RadixCache
+from server.kv.page_states import count_page_states
 from server.kv.radix import OWNER as CACHE
+from server.kv.radix import RadixCache
 from server.paired import PairedScheduler
 from server.ports import Ports
 from server.prefill.handshake import find_mismatch
@@ -60,6 +61,8 @@ _GAUGES = (
     Gauge.WAITING,
     Gauge.RESERVING,
     Gauge.TRANSFERRING,
+    Gauge.KV_PAGES_TOTAL,
+    Gauge.KV_PAGES_FREE,
     Gauge.KV_PAGES_USED,
     Gauge.KV_PAGES_CACHED,
     Gauge.HELD_PAGES,
@@ -474,7 +477,11 @@ class PrefillWorker(PairedScheduler[PrefillLeg]):
             for leg in self.legs
             if leg.state in (_S.BOOTSTRAP, _S.QUEUED, _S.RUNNING)
         )
-        held = sum(leg.num_pages for leg in self.legs)
+        pages = count_page_states(
+            self.allocator.count_by_holders(),
+            in_flight=self.legs.handoff_ids,
+            held_back=self.quarantine.owners,
+        )
         running, waiting = states.count(_S.RUNNING), states.count(_S.QUEUED)
         self._recorder.gauges(
             _GAUGES,
@@ -483,14 +490,16 @@ class PrefillWorker(PairedScheduler[PrefillLeg]):
                 waiting,
                 states.count(_S.BOOTSTRAP),
                 states.count(_S.SENDING),
-                held,
-                self.cache.num_pages,
-                self.quarantine.num_pages,
+                self.allocator.num_pages,
+                self.allocator.num_free,
+                pages.used,
+                pages.cached,
+                pages.held_back,
             ),
         )
         return WorkerLoad(
             pages_total=self.allocator.num_pages,
-            pages_free=self.allocator.num_free + self.cache.num_evictable,
+            pages_free=self._prompts.num_available,
             running=running,
             waiting=len(states) - running,
             queued_tokens=queued_tokens,
@@ -500,10 +509,7 @@ class PrefillWorker(PairedScheduler[PrefillLeg]):
         """Raises IntegrityError unless every page is free, cached, or held by a leg in flight."""
         self.allocator.check_integrity()
         self.cache.check_integrity()
-        others = {CACHE, *self.quarantine.owners}
-        if len(self.legs) or self.quarantine.owners:
-            others.add(LOCK_OWNER)
-        self.check_owners(others)
+        self.check_owners({CACHE, *self.quarantine.owners})
 
 
 def run(config: ProcessConfig, *, engine: Engine | None = None, stop: Stop | None = None) -> None:

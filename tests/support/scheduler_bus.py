@@ -2,7 +2,8 @@
 
 Messages travel in channels, one per sender and receiver, in order within a channel and in any order
 between channels: as sockets deliver them. A test delivers them one by one, twice, or not at all; or
-lets `settle` run everything to its end.
+lets `settle` run everything to its end. At the end of each turn of a worker its gauges of pages are
+compared with the lists of who holds which.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from server.wire.messages import (
     encode,
 )
 from server.wire.sockets import Received
+from tests.support.page_truth import check_pages
 
 GREEDY = SamplingParams()
 PAGE = 4
@@ -408,7 +410,18 @@ class Cluster:
             )
         worker = classes[role](config, engine, faulty_ports(ports, injector))
         disturb(worker, injector, ())
+        if self._record:
+            self._watch_pages(worker, role)
         self.workers[instance] = worker
+
+    def _watch_pages(self, worker: Scheduler[Any], role: Role) -> None:
+        publish = worker.publish
+
+        def publish_the_truth() -> None:
+            publish()
+            check_pages(worker, self.rings.reader(role).gauges())
+
+        worker.publish = publish_the_truth
 
     def restart(self, instance: str) -> None:
         """A worker is killed, with all that lay in its inbox, and started again."""

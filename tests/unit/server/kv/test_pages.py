@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from server.errors import IntegrityError
-from server.kv.pages import PageAllocator
+from server.kv.pages import PageAllocator, _Holding
 
 OWNERS = ("", "h-1", "h-2", "radix")
 
@@ -88,6 +88,8 @@ class PageAllocatorMachine(RuleBasedStateMachine):
             alone = [page for page in held if owners[page] == {owner}]
             assert self.allocator.num_held_only_by(owner) == len(alone)
             assert all(self.allocator.held_only_by(page, owner) for page in alone)
+        together = Counter(frozenset(owners[page]) for page in held)
+        assert dict(self.allocator.count_by_holders()) == together
         by_owner = self.allocator.pages_by_owner()
         assert {page for pages in by_owner.values() for page in pages} == held
         self.allocator.check_integrity()
@@ -144,8 +146,11 @@ DAMAGE: list[tuple[Callable[[PageAllocator], object], str]] = [
     (lambda a: a._free.append(0), "both free and held"),
     (lambda a: a._free.remove(3), r"neither free nor held: \[3\]"),
     (lambda a: a._free.append(9), r"outside 0 … 3: \[9\]"),
-    (lambda a: a._holders[0].clear(), "held without a reference"),
-    (lambda a: a._holders[0].update(other=1), "sole holders"),
+    (lambda a: a._held.update({1: _Holding(frozenset(), 1)}), "page 1 is held without a reference"),
+    (lambda a: a._held.update({1: _Holding(frozenset(("h-1",)), 1)}), "page 1 is held without a"),
+    (lambda a: setattr(a._held[0], "num_pages", 3), "pages by holders are .* 2}, counted .* 3}"),
+    (lambda a: a._further.update({(1, "h-2"): 1}), "page 1 has 1 more references by 'h-2'"),
+    (lambda a: a._further.update({(1, "h-1"): 0}), "page 1 has 0 more references by 'h-1'"),
 ]
 
 

@@ -11,9 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from server.errors import IntegrityError
 from server.kv.pages import PageAllocator
-from server.kv.radix import LOCK_OWNER, OWNER, Match, RadixCache
+from server.kv.radix import OWNER, Match, RadixCache
 
 REQUEST = "request"
+OTHER = "other request"
 TOKENS = st.lists(st.integers(0, 1), max_size=10)
 
 
@@ -73,7 +74,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
         assert match.num_tokens == len(pages) * self.page_size
         assert match.num_tokens <= max(0, max_tokens)
         if lock:
-            self.cache.lock(match)
+            self.cache.lock(match, REQUEST)
             self.locked.append(match)
 
     @rule(index=st.integers(0))
@@ -89,7 +90,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
         if reuse:
             match = self.cache.match(token_ids, len(token_ids))
             self.touch(prefixes)
-            self.cache.lock(match)
+            self.cache.lock(match, REQUEST)
         reused = list(match.pages) if match else []
         num_own = -(-len(token_ids) // self.page_size) - len(reused)
         own = self.allocator.try_allocate(num_own, REQUEST)
@@ -201,7 +202,7 @@ def test_least_recently_used_leaf_goes_first_and_locked_pages_stay() -> None:
     [third] = remember(allocator, cache, [3, 3])
     cache.match([1, 1], 2)
     locked = cache.match([3, 3], 2)
-    cache.lock(locked)
+    cache.lock(locked, REQUEST)
     assert cache.num_evictable == 2
     assert cache.evict(1) == 1
     assert cache.match([2, 2], 2).pages == ()
@@ -244,15 +245,15 @@ def test_locks_are_counted_per_match() -> None:
     allocator, cache = cache_of(4)
     remember(allocator, cache, [1, 1])
     first, second = cache.match([1, 1], 2), cache.match([1, 1], 2)
-    cache.lock(first)
-    cache.lock(second)
+    cache.lock(first, REQUEST)
+    cache.lock(second, OTHER)
     with pytest.raises(IntegrityError, match="locked twice"):
-        cache.lock(first)
+        cache.lock(first, OTHER)
     cache.unlock(first)
     with pytest.raises(IntegrityError, match="was not locked"):
         cache.unlock(first)
     assert cache.evict(1) == 0
-    assert allocator.pages_by_owner() == {OWNER: [0], LOCK_OWNER: [0]}
+    assert allocator.pages_by_owner() == {OWNER: [0], OTHER: [0]}
     cache.unlock(second)
     assert cache.evict(1) == 1
 
@@ -264,7 +265,7 @@ def test_locking_a_match_whose_page_was_evicted_and_reused_is_an_error() -> None
     cache.evict(1)
     remember(allocator, cache, [2, 2])
     with pytest.raises(IntegrityError, match="evicted after the match"):
-        cache.lock(match)
+        cache.lock(match, REQUEST)
 
 
 def test_bad_inserts_are_refused_and_change_nothing() -> None:
