@@ -34,6 +34,7 @@ pytestmark = pytest.mark.server
 
 CALLER_TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER_SPAN = "00f067aa0ba902b7"
+NS_PER_S = 1_000_000_000
 HELD_MS = 50_000
 """Longer than a test waits for what ends a hold."""
 
@@ -157,10 +158,19 @@ def test_request_that_waited_for_a_worker_is_linked_all_the_same(
 
 
 @pytest.mark.case("CTX-08")
-def test_answer_carries_the_callers_decision(fake_pd_server: RunningServer) -> None:
-    for flags in ("00", "01"):
-        answer = ask(fake_pd_server, Ask(max_tokens=2, headers=caller(flags=flags)))
-        assert answer.headers["traceparent"].endswith(f"-{flags}")
+@pytest.mark.case("CTX-09")
+@pytest.mark.parametrize("flags", ["00", "01"])
+def test_answer_carries_the_callers_decision_and_log_and_files_have_both(
+    fake_pd_server: RunningServer, flags: str
+) -> None:
+    name = f"flags-{flags}"
+    answer = ask(fake_pd_server, Ask(request_id=name, max_tokens=2, headers=caller(flags=flags)))
+    assert answer.headers["traceparent"].endswith(f"-{flags}")
+    check_linked(spans_of(fake_pd_server, name), PD_SERVICES, CALLER_SPAN)
+    wait_for(
+        lambda: f"request_id={name} trace_id={CALLER_TRACE} " in fake_pd_server.log("gateway-0"),
+        f"{name} in the gateway's log",
+    )
 
 
 @pytest.mark.case("CTX-10")
@@ -338,6 +348,20 @@ def check_left_in(server: RunningServer, stage: str, chain: list[str]) -> None:
     for earlier in before:
         assert a.OUTCOME.key not in stages[earlier].attributes, (stage, earlier)
     wait_for(lambda: in_flight(server, name) is None, "the end of the request")
+
+
+# -- clocks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.case("CLK-01")
+def test_spans_stand_on_wall_time(way: tuple[Shape, RunningServer]) -> None:
+    _, server = way
+    begun_ns = time.time_ns()
+    assert ask(server, Ask(request_id="on-wall-time", max_tokens=4)).status == 200
+    spans = spans_of(server, "on-wall-time")
+    known_ns = time.time_ns()
+    assert min(span.start_ns for span in spans) > begun_ns - NS_PER_S
+    assert max(span.end_ns for span in spans) < known_ns + NS_PER_S
 
 
 # -- ids ------------------------------------------------------------------------------------------

@@ -1,16 +1,20 @@
-"""The real server's processes and a collector: who arrives there, and that a stop is bounded."""
+"""The real server's processes and a collector: who arrives there, and that one which hangs holds up
+neither answers nor a stop."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from pdtrace.export.sink import lines_since
 from pdtrace.otlp.json_lines import decode_line
 from tests.integration.conftest import FAST_FAKE
+from tests.support.completions import Ask, ask
 from tests.support.otlp_receivers import http_receiver, silent_receiver
+from tests.support.recorded import wait_for
 from tests.support.server import RunningServer, running_server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
@@ -18,6 +22,8 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 EXIT_S = 30.0
 """A server stops in a few seconds; a collector that is waited for takes 30 s and more."""
+ANSWER_S = 30.0
+"""A request takes milliseconds; one that waits for the collector takes its timeout, a minute."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,20 +72,36 @@ def test_every_process_of_a_server_arrives_under_its_own_name(
     assert len({r["host.id"] for r in resources}) == 1
 
 
+def spans_waiting(server: RunningServer) -> int:
+    """Spans that the collector has not taken, as the agent says."""
+    answer = httpx.get(f"{server.state['agent_url']}/health", trust_env=False)
+    [exporter] = answer.json()["exporters"]
+    return int(exporter["spans_waiting"])
+
+
 @pytest.mark.case("EXP-01")
-def test_server_stops_in_time_while_its_collector_hangs_and_keeps_every_span(
+@pytest.mark.case("EXP-02")
+def test_server_answers_and_stops_in_time_while_its_collector_hangs_and_keeps_every_span(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     with silent_receiver() as collector:
         monkeypatch.setenv(ENDPOINT, collector.endpoint)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
         with running_server(run, model=FAST_FAKE) as server:
-            for number in range(5):
-                complete(server, request_id=f"r{number}")
+            complete(server, request_id="r0")
+            wait_for(lambda: spans_waiting(server) > 0, "spans that the collector does not take")
+            for number in range(1, 5):
+                begin_s = time.monotonic()
+                answer = ask(server, Ask(request_id=f"r{number}", max_tokens=4, stream=True))
+                assert time.monotonic() - begin_s < ANSWER_S
+                assert answer.status == 200
             begin_s = time.monotonic()
             assert server.stop() == 0
             assert time.monotonic() - begin_s < EXIT_S
             log = server.log("agent")
     spans = [span for line in lines_since(run / "traces") for span in decode_line(line)]
+    assert len({span.trace_id for span in spans if "pd.request.id" in span.attributes}) == 5
     assert f"{len(spans)} spans were not exported and wait in {run / 'traces'}" in log
     assert "it did not answer in time" in log

@@ -103,7 +103,8 @@ class RunningServer:
 def running_server(
     run_dir: Path, *options: str, model: str | None = "fake"
 ) -> Generator[RunningServer]:
-    """A server on a free port, ready; stopped, or killed with all its children, on leaving.
+    """A server on a free port, ready, and its agent; stopped, or killed with all its children, on
+    leaving.
 
     `model` None is the packaged default. Raises AssertionError with stderr when it does not start.
     """
@@ -128,6 +129,7 @@ def running_server(
             process.wait(timeout=STOP_S)
             raise AssertionError(f"server exited with {process.returncode}: {errors.read_text()}")
         server = RunningServer(process, run_dir, json.loads(line))
+        _wait_for_agent(server)
         yield server
         server.stop()
     finally:
@@ -136,6 +138,14 @@ def running_server(
             process.wait(timeout=STOP_S)
         if process.stdout is not None:
             process.stdout.close()
+
+
+def _wait_for_agent(server: RunningServer) -> None:
+    """Until it answers. A server waits for nobody who only records."""
+    deadline = time.monotonic() + START_S
+    while server.agent_url() is not None and not (server.run_dir / "agent.json").exists():
+        assert time.monotonic() < deadline, f"no agent answers: {server.log('agent')}"
+        time.sleep(0.02)
 
 
 def is_running(pid: int) -> bool:
