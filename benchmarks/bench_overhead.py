@@ -47,6 +47,7 @@ from rich.table import Table
 from benchmarks import otlp_sink, server_load, step_loop, switched_server
 from benchmarks.paired import Estimate, adjusted, centre, estimate, quantile
 from benchmarks.switched_process import Arm
+from pdtrace.native import hot_path
 
 RATES = (1_000, 5_000, 20_000)
 VARIANTS: Mapping[str, Arm] = {
@@ -346,10 +347,15 @@ def _module(name: str, *arguments: str) -> Any:
     _progress.print(f"agent: {name}")
     command = [sys.executable, "-m", f"benchmarks.{name}", "--json", *arguments]
     finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    *words, last = finished.stdout.splitlines()
+    *words, last = finished.stdout.splitlines() or [""]
     for line in words:
         _progress.print(line, markup=False, highlight=False)
-    return json.loads(last)
+    try:
+        return json.loads(last)
+    except ValueError:
+        raise SystemExit(
+            f"benchmarks.{name} ended with {finished.returncode} and printed no result"
+        ) from None
 
 
 def _percent(values: Spread) -> str:
@@ -420,7 +426,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     given = parser.parse_args()
     parts = given.part or ["loop", "server", "agent"]
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"hot_path": hot_path()}
     with otlp_sink.running() as endpoint:
         if "loop" in parts:
             result["loop"] = bench_loop(given.rounds, given.seconds, endpoint)

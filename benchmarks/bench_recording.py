@@ -34,6 +34,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_s
 from benchmarks import otlp_sink
 from pdtrace import Gauge, Mark, Recorder, RequestContext, Role, WaitReason
 from pdtrace.budget import Costs
+from pdtrace.native import hot_path
 from pdtrace.recorder import recording_costs
 from pdtrace.stages import StepKind
 
@@ -331,11 +332,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--calls", type=int, default=20_000)
     args = parser.parse_args()
+    least = BETWEEN_PART * BetweenOtherWork.BURST
+    if args.repeats < 1 or args.calls < least:
+        parser.error(f"--repeats takes 1 or more, --calls {least} or more")
 
     costs = recording_costs()
     measured = measure(args.calls, args.repeats)
     by_key = {one.key: one for one in measured}
-    print(f"CPython {platform.python_version()}, {args.repeats} repeats of {args.calls} calls")
+    print(
+        f"CPython {platform.python_version()}, marks in {hot_path()}, "
+        f"{args.repeats} repeats of {args.calls} calls"
+    )
     print(f"{'':<44}{'ns':>8}{'min':>8}{'max':>8}{'per s':>12}")
     for one in measured:
         rate = 1e9 / one.median
@@ -353,6 +360,7 @@ def main() -> None:
         result["ratio"] = compared["ratio"]["median"]
         result |= {f"{name}_spread": ratio for name, ratio in compared.items()}
         result["budget_estimates"] = believed
+        result["hot_path"] = hot_path()
         result["repeats"] = args.repeats
         print(json.dumps(result))
 
