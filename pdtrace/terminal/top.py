@@ -166,14 +166,25 @@ def _standing(processes: Sequence[ProcessNow]) -> str:
     if not processes:
         return ": no process has recorded anything yet"
     by_state: defaultdict[ProcessState, list[str]] = defaultdict(list)
-    for process in processes:
-        by_state[process.state].append(process.instance)
+    for process, name in zip(processes, _called(processes), strict=True):
+        by_state[process.state].append(name)
     clauses = [
         f"{listed(by_state[state])} {'is' if len(by_state[state]) == 1 else 'are'} {state.value}"
         for state in ProcessState
         if by_state[state]
     ]
     return ": " + ", ".join(clauses)
+
+
+def _called(processes: Sequence[ProcessNow]) -> list[str]:
+    """What to call each: by its instance, and by its pid where another one has or had that name."""
+    namesakes = Tally((process.host_id, process.instance) for process in processes)
+    return [
+        process.instance
+        if namesakes[process.host_id, process.instance] == 1
+        else f"{process.instance} (pid {process.pid})"
+        for process in processes
+    ]
 
 
 class _Rows:
@@ -309,11 +320,13 @@ def _process_blocks(processes: Sequence[ProcessNow], width: int) -> list[Rendera
     if width >= _NARROW:
         table.add_column("", ratio=1)
     below: list[RenderableType] = []
-    for process in processes:
+    # A column of pids tells namesakes apart, too.
+    names = [process.instance for process in processes] if width >= _WIDE else _called(processes)
+    for process, name in zip(processes, names, strict=True):
         host = f" @{process.host_id[:8]}" if many_hosts else ""
         progress = process.progress_age_s
         cells: list[RenderableType] = [
-            clean(process.instance + host),
+            clean(name + host),
             Text(process.halt or process.state, style=_STATE_STYLES[process.state]),
             "" if progress is None else f"{_age(progress)} ago",
             str(process.open_requests),
@@ -324,7 +337,7 @@ def _process_blocks(processes: Sequence[ProcessNow], width: int) -> list[Rendera
         if width >= _NARROW:
             cells.append(gauges)
         elif gauges:
-            below.append(Text.assemble(clean(process.instance), ": ", gauges))
+            below.append(Text.assemble(clean(name), ": ", gauges))
         table.add_row(*cells)
     return [Text(), table, *below]
 
@@ -348,10 +361,11 @@ def _gauges(gauges: Mapping[str, int]) -> str:
             ("waiting", "waiting"),
             ("reserving", "reserving"),
             ("transferring", "transferring"),
-            ("copy_jobs_waiting", "copies waiting"),
         )
         if gauges.get(name)
     ]
+    if copies := gauges.get("copy_jobs_waiting"):
+        busy.append(f"{copies} {'copy' if copies == 1 else 'copies'} waiting")
     if busy:
         parts.append(", ".join(busy))
     detail = gauges.get("recording_detail")

@@ -51,7 +51,8 @@ def request(name: str, stage: str | None = "decode.reserve", **fields: Any) -> I
 
 def process(instance: str, state: ProcessState = ProcessState.ALIVE, **fields: Any) -> ProcessNow:
     role = instance.partition("-")[0]
-    return ProcessNow(role=role, instance=instance, pid=4532, host_id="h", state=state, **fields)
+    given: dict[str, Any] = {"pid": 4532, **fields}
+    return ProcessNow(role=role, instance=instance, host_id="h", state=state, **given)
 
 
 LOOK = Look(
@@ -304,11 +305,41 @@ def test_microsecond_stages_do_not_outrank_by_a_usual_time_of_nothing() -> None:
             (process("gateway-0"), process("decode-0"), process("decode-1", ProcessState.LOST)),
             "No request is in flight: gateway-0 and decode-0 are alive, decode-1 is lost.",
         ),
+        (
+            (
+                process("gateway-0", ProcessState.LOST, pid=7),
+                process("gateway-0", pid=8),
+                process("decode-0"),
+            ),
+            "No request is in flight: gateway-0 (pid 8) and decode-0 are alive, "
+            "gateway-0 (pid 7) is lost.",
+        ),
     ],
 )
 def test_idle_server_says_so_in_one_line(processes: tuple[ProcessNow, ...], line: str) -> None:
     text = shown(Look(at_ns=AT_NS, processes=processes), 100)
     assert text.splitlines()[0] == line
+
+
+@pytest.mark.parametrize("width", [40, 80, 140])
+def test_process_and_the_one_in_whose_place_it_is_are_told_apart(width: int) -> None:
+    gauges = {"kv_pages_total": 9, "kv_pages_free": 9}
+    processes = (
+        process("decode-0", ProcessState.LOST, pid=11, gauges=gauges),
+        process("decode-0", pid=22, gauges=gauges),
+        process("prefill-0", pid=33, gauges=gauges),
+    )
+    text = shown(Look(at_ns=AT_NS, processes=processes), width)
+    assert "11" in text and "22" in text
+    assert ("decode-0 (pid 22)" in text.split("\n\n", 1)[1]) is (width < 140)
+    assert "prefill-0 (pid" not in text
+
+
+@pytest.mark.parametrize(("copies", "told"), [(1, "1 copy waiting"), (2, "2 copies waiting")])
+def test_copies_that_wait_are_counted_in_words_that_fit(copies: int, told: str) -> None:
+    gauges = {"copy_jobs_waiting": copies}
+    look = Look(at_ns=AT_NS, processes=(process("transfer-0", gauges=gauges),))
+    assert told in shown(look, 100)
 
 
 def test_limit_and_height_leave_out_the_least_urgent() -> None:
