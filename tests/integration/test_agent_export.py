@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -20,6 +21,7 @@ import httpx
 import pytest
 
 from pdtrace import semconv as a
+from pdtrace.agent.loop import AgentConfig
 from pdtrace.analysis.sources import read_source
 from pdtrace.check import check_recording
 from pdtrace.export.queue import MAX_BATCH_SPANS
@@ -165,6 +167,12 @@ def test_agent_ends_in_time_whatever_the_collector_does_and_the_next_one_sends_a
         assert sorted(collector.span_ids()) == sorted(span.span_id for span in spans)
     assert totals["export"]["spans_replayed"] == len(spans)
     assert totals["export"]["spans_waiting"] == 0
+
+
+def test_time_that_an_agent_gives_itself_to_end_is_within_what_docs_state() -> None:
+    page = (ROOT / "docs" / "recording.md").read_text()
+    [stated_s] = re.findall(r"Exit takes at most (\d+) s", page)
+    assert 0 < AgentConfig().flush_s <= float(stated_s) - 0.5, "the rest is for the process's end"
 
 
 @pytest.mark.case("EXP-01")
