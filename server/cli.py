@@ -210,6 +210,14 @@ def up(
         str | None,
         typer.Option(envvar="PDTRACE_API_KEY", help="Bearer key that callers must send."),
     ] = DEFAULTS.api_key,
+    caller_traces: Annotated[
+        bool,
+        typer.Option(
+            "--caller-traces/--no-caller-traces",
+            help="Continue the trace that a caller's traceparent names, and keep to its sampling "
+            "decision; or begin one for each request whatever callers send.",
+        ),
+    ] = DEFAULTS.caller_traces,
     allow_faults: Annotated[
         bool,
         typer.Option(
@@ -326,6 +334,7 @@ def up(
             client_limits=parse_client_limits(client_limits),
             gap_threshold_s=gap_threshold_s,
             api_key=api_key,
+            caller_traces=caller_traces,
             allow_faults=allow_faults,
             clock_faults=parse_clock_faults(clock_fault or []),
             faults=() if faults is None else read_faults(faults),

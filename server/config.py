@@ -131,6 +131,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     record: bool = True
     agent_port: int = 0  # where the recording's agent answers; 0: any free one, -1: nowhere
     api_key: str | None = None
+    caller_traces: bool = True  # callers' traces are continued, and their sampling decisions kept
     restart: bool = True  # a process that ended is started again; else the server stops
     control: str = "ipc"  # what messages between processes go over
     curve_keys: str | None = None  # folder of keys for ZeroMQ over a network

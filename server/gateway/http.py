@@ -147,7 +147,7 @@ class _GenerationEndpoint:
         identity: RequestIdentity = state[_IDENTITY]
         context = RequestContext.create(
             request_id=identity.request_id,
-            parent=extract(scope["headers"]),
+            parent=extract(scope["headers"]) if self.gateway.settings.caller_traces else None,
             mode=self.gateway.mode,
         )
         closing = _ClosingSend(send, receive)

@@ -6,7 +6,8 @@ Owns the header rules; knows nothing of bodies or workers.
                    replaced by a generated id, and `X-Request-Id-Replaced: true` says so, because
                    an id that was silently changed cannot be found again. Two requests may carry the
                    same id: everything inside is keyed by ids that the server makes.
-    traceparent    in: continued (W3C trace context); out: names the server's root span
+    traceparent    in: continued (W3C trace context) unless callers' traces are not wanted; out:
+                   names the server's root span
     X-Trace-Id     out: the trace id alone, for a look-up
 """
 

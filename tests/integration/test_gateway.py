@@ -359,3 +359,17 @@ async def test_callers_trace_is_continued_or_a_new_one_begun(
     assert context.client_parent_span_id == (SPAN if continued else None)
     assert context.sampled is (flags == "01")
     assert response.headers["x-trace-id"] == trace_id == context.trace_id
+
+
+async def test_callers_trace_that_is_not_wanted_is_neither_continued_nor_obeyed(
+    tmp_path: Path,
+) -> None:
+    async with gateway_under_test(tmp_path, caller_traces=False) as g:
+        response = await g.complete(
+            headers={"traceparent": f"00-{TRACE}-{SPAN}-00", "tracestate": "vendor=1"}
+        )
+        (context,) = [leg.context for leg in g.decode.requests]
+    assert response.status_code == 200
+    assert response.headers["x-trace-id"] == context.trace_id != TRACE
+    assert response.headers["traceparent"] == f"00-{context.trace_id}-{context.root_span_id}-01"
+    assert (context.client_parent_span_id, context.tracestate, context.sampled) == (None, "", True)
