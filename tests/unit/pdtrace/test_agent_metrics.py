@@ -36,6 +36,7 @@ from tests.support.marked_requests import (
     until,
 )
 
+STAGE_DURATION = "pd_stage_duration_seconds"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
@@ -168,6 +169,22 @@ def test_parts_of_a_requests_time_sum_to_the_whole(moments: Sequence[Moment]) ->
     assert sum(parts.values()) == pytest.approx(whole, abs=1e-9)
     assert min(parts.values()) >= 0
     assert parts["prefill.compute"] > 0
+
+
+@pytest.mark.case("CLK-04")
+@pytest.mark.parametrize("mode", [Mode.PD, Mode.PD_EARLY])
+def test_admission_before_the_handshake_ends_is_no_negative_sample(mode: Mode) -> None:
+    moments = [
+        (role, mark, 3_500 if mark is Mark.HANDSHAKE_DONE else at_us, values)
+        for role, mark, at_us, values in pd_moments(mode)
+    ]
+    samples = scraped(metrics_of(request_of(moments)))
+    sums = {s.labels["stage"]: s.value for s in samples if s.name == f"{STAGE_DURATION}_sum"}
+    counts = {s.labels["stage"]: s.value for s in samples if s.name == f"{STAGE_DURATION}_count"}
+    assert {stage.name for stage in CHAINS[mode]} <= {name for name, n in counts.items() if n == 1}
+    assert min(sums.values()) >= 0
+    assert sums["prefill.queue"] == 0, "it ended before it had begun"
+    assert sums["hop.publish"] == pytest.approx(0.00178, abs=2e-6)
 
 
 def test_waits_are_measured_by_reason_and_gaps_by_cause() -> None:
