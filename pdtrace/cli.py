@@ -49,12 +49,11 @@ from pdtrace.analysis.time_range import (
 )
 from pdtrace.analysis.timeline import Timeline
 from pdtrace.analysis.verdict import Baselines, Verdict, judge
-from pdtrace.analysis.web_answers import without_credentials
 from pdtrace.check import check_recording
 from pdtrace.duration import seconds_text
 from pdtrace.errors import LiveError, PdtraceError, SourceError
 from pdtrace.live.health import read_health
-from pdtrace.live.looks import DEFAULT_TIMEOUT_S, LookSource
+from pdtrace.live.looks import DEFAULT_TIMEOUT_S, AgentLooks, LookSource
 from pdtrace.live.run_looks import open_looks, run_of_agent
 from pdtrace.native import hot_path
 from pdtrace.patience import Patience
@@ -85,6 +84,7 @@ from pdtrace.terminal.slo_view import slo_view
 from pdtrace.terminal.top import DEFAULT_LIMIT, top_document, top_view
 from pdtrace.terminal.trimmed import trimmed
 from pdtrace.terminal.whole_words import WholeWords
+from pdtrace.web_answers import without_credentials
 
 EXIT_VIOLATIONS = 1
 EXIT_BAD_INPUT = 2
@@ -328,16 +328,28 @@ def _source(given: str, query: TraceQuery) -> str | Path:
     """An agent's address stands for its run directory; a Jaeger's, and all else, for itself."""
     if "://" not in given:
         return given
-    why_not = why_no_jaeger(given, timeout_s=query.timeout_s)
-    if why_not is None:
+    no_jaeger = why_no_jaeger(given, timeout_s=query.timeout_s)
+    if no_jaeger is None:
         return given
-    agent = without_credentials(given)
-    if agent.startswith("https:"):  # no agent speaks it
-        raise SourceError(f"{agent}: {why_not}")
+    shown = without_credentials(given)
+    if shown.lower().startswith("https:"):  # no agent speaks it
+        raise SourceError(
+            f"{shown}: no Jaeger answers there ({no_jaeger}); see that it runs and that this is "
+            "its page's address"
+        )
+    agent = AgentLooks(given, timeout_s=min(query.timeout_s, DEFAULT_TIMEOUT_S), advise=False)
     try:
-        return run_of_agent(agent)
+        look = agent.look()
     except LiveError as error:
-        raise SourceError(f"{error} (and no Jaeger answers there: {why_not})") from error
+        no_agent = str(error).removeprefix(agent.name).removeprefix(":").strip()
+        tried = f"neither a Jaeger nor an agent answers there ({no_jaeger})"
+        if no_agent != no_jaeger:
+            tried = f"no Jaeger ({no_jaeger}) and no agent ({no_agent}) answers there"
+        raise SourceError(
+            f"{shown}: {tried}; see that it runs, or give another: a Jaeger's address is its "
+            "page's, an agent's the one that it prints, and a run directory needs neither"
+        ) from error
+    return run_of_agent(look, agent.name)
 
 
 def _complain_of_several(error: SeveralRequestsError) -> None:

@@ -8,10 +8,15 @@ never renamed.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
 SCHEMA_VERSION = 1
+
+Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+"""Beyond these is no number that a look has, and none that can be shown."""
 
 END_UNKNOWN = "unknown"
 """`InFlight.ended` where whoever is known to have held a request let go of it, and what the gateway
@@ -44,12 +49,12 @@ class WaitNow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     reason: str
     stage: str | None = None
-    needed: int | None = None
-    free: int | None = None
-    limit: int | None = None
-    position: int | None = None
+    needed: Whole | None = None
+    free: Whole | None = None
+    limit: Whole | None = None
+    position: Whole | None = None
     blockers: tuple[str, ...] = ()
-    age_s: float = 0.0
+    age_s: Seconds = 0.0
 
 
 class InFlight(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -69,18 +74,18 @@ class InFlight(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_id: str
     trace_id: str
     root_span_id: str
-    attempt: int
+    attempt: Whole
     mode: str
-    age_s: float
+    age_s: Seconds
     stage: str | None = None
-    stage_age_s: float = 0.0
+    stage_age_s: Seconds = 0.0
     worker: str | None = None
     prefill_worker: str | None = None
     decode_worker: str | None = None
-    prompt_tokens: int | None = None
+    prompt_tokens: Whole | None = None
     wait: WaitNow | None = None
-    usual_s: float | None = None
-    p99_s: float | None = None
+    usual_s: Seconds | None = None
+    p99_s: Seconds | None = None
     stuck: bool = False
     ended: str | None = None
     incomplete: str | None = None
@@ -96,13 +101,13 @@ class ProcessNow(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str
     instance: str
-    pid: int
+    pid: Whole
     host_id: str
     state: ProcessState
-    progress_age_s: float | None = None
+    progress_age_s: Seconds | None = None
     halt: Halt | None = None
-    open_requests: int = 0
-    gauges: dict[str, int] = {}
+    open_requests: Whole = 0
+    gauges: dict[str, Whole] = {}
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,11 +118,11 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     lag_s    how long ago the rings were read to their end
     """
 
-    at_ns: int
+    at_ns: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     requests: tuple[InFlight, ...] = ()
     processes: tuple[ProcessNow, ...] = ()
     problems: tuple[str, ...] = ()
-    pid: int | None = None
+    pid: Whole | None = None
     run_dir: str | None = None
-    lag_s: float = 0.0
-    version: int = SCHEMA_VERSION
+    lag_s: Seconds = 0.0
+    version: Whole = SCHEMA_VERSION

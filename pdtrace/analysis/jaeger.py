@@ -1,6 +1,6 @@
 """Reads traces out of a Jaeger over HTTP, of any version: API v3 (OTLP) and the older API.
 
-Owns what each version is asked, and errors in words; HTTP is `pdtrace.analysis.web_answers`'. What
+Owns what each version is asked, and errors in words; HTTP is `pdtrace.web_answers`'. What
 differs: up to Jaeger 2.18 only the older API finds by attribute, after 2.20 only v3 is left;
 parameters were renamed on the way. So both spellings are sent, and one API is asked where the other
 is absent.
@@ -12,20 +12,20 @@ import json
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 
 import msgspec
 
 from pdtrace import semconv as a
 from pdtrace.analysis.time_range import DEFAULT_SINCE_S, TraceQuery, instant_text
-from pdtrace.analysis.web_answers import Web
 from pdtrace.errors import SourceError
 from pdtrace.otlp import json_lines
 from pdtrace.otlp.foreign import NotTraces, decode_foreign
 from pdtrace.otlp.jaeger_json import decode_jaeger
 from pdtrace.spans import Span
 from pdtrace.stages import Role
+from pdtrace.web_answers import Asked, Web
 
 MAX_SERVICES = 20
 """Services that are searched where none is named as pdtrace names gateways."""
@@ -33,6 +33,13 @@ MAX_NAMED = 20
 """Traces in which one request id is looked for."""
 PROBE_S = 5.0
 
+_ASKED = Asked(
+    error=SourceError,
+    give="give http://HOST:PORT of a Jaeger, or of an agent as it prints it",
+    late="ask for less with --limit, or wait longer with --timeout",
+    large="ask for less with --limit or a shorter time range",
+)
+_TRIED = replace(_ASKED.plainly(), late="--timeout gives it longer")
 _WIDE_NS = 30 * 86400 * 10**9
 _AHEAD_NS = 60 * 10**9
 """Clocks of other hosts may be ahead."""
@@ -102,7 +109,7 @@ def is_jaeger(url: str, *, timeout_s: float = PROBE_S) -> bool:
 
 def why_no_jaeger(url: str, *, timeout_s: float) -> str | None:
     """Why no Jaeger answers there; None if one does. Raises SourceError for what is no address."""
-    jaeger = Jaeger(url, timeout_s=timeout_s)
+    jaeger = Jaeger(url, timeout_s=timeout_s, asked=_TRIED)
     try:
         jaeger.services()
     except SourceError as error:
@@ -153,8 +160,8 @@ def _services_to_ask(services: list[str]) -> list[str]:
 class Jaeger:
     """One Jaeger. Every method raises SourceError."""
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
-        self._web = Web(url, timeout_s=timeout_s)
+    def __init__(self, url: str, *, timeout_s: float, asked: Asked = _ASKED) -> None:
+        self._web = Web(url, asked, timeout_s=timeout_s)
         self._web.url = self.url = _PAGE.sub("", self._web.url)
 
     def services(self) -> list[str]:

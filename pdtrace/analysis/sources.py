@@ -23,7 +23,6 @@ import msgspec
 
 from pdtrace.analysis.jaeger import FoundTraces, read_jaeger
 from pdtrace.analysis.time_range import TraceQuery
-from pdtrace.analysis.web_answers import without_credentials
 from pdtrace.errors import SourceError
 from pdtrace.otlp import json_lines
 from pdtrace.otlp.foreign import ForeignSpans, NotTraces, decode_foreign
@@ -32,6 +31,7 @@ from pdtrace.patience import Progress, no_progress
 from pdtrace.ring import scan_rings
 from pdtrace.ring.losses import STATE_NAME
 from pdtrace.spans import Span, Trace
+from pdtrace.web_answers import without_credentials
 
 NO_QUERY = TraceQuery()
 DEFAULT_RUN = "run"

@@ -1,20 +1,19 @@
 """What is in flight right now: read from the rings of a run directory, or asked of an agent.
 
 Owns following rings without an agent, what their headers say of the processes, and the request to
-an agent's `/inflight`. Only reads, so it works while any process is stopped or dead. What is shown
-of it is `pdtrace.terminal.top`'s.
+an agent's `/inflight`, of which HTTP is `pdtrace.web_answers`'. Only reads, so it works while any
+process is stopped or dead. What is shown of it is `pdtrace.terminal.top`'s.
 """
 
 from __future__ import annotations
 
 import os
 import time
-import urllib.error
-import urllib.request
 from collections import Counter as Tally
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,9 +42,9 @@ from pdtrace.ring import (
 from pdtrace.ring.losses import STATE_NAME
 from pdtrace.ring.records import LossRecord
 from pdtrace.stages import Gauge, Role
+from pdtrace.web_answers import Asked, Web
 
 DEFAULT_TIMEOUT_S = 5.0
-MAX_ANSWER_BYTES = 256 * 1024 * 1024
 MAX_REQUESTS = 100_000
 """Asked of an agent at most."""
 MAX_LEARNT = 200
@@ -53,7 +52,18 @@ MAX_LEARNT = 200
 MAX_KEPT = 5_000
 """Finished requests, the latest ones, kept to be asked for."""
 
+_PATH = "/inflight"
 _WITHOUT_AGENT = "the rings tell without an agent: give the run directory"
+_ASKED = Asked(
+    error=LiveError,
+    give="give http://HOST:PORT as the agent prints it",
+    late=_WITHOUT_AGENT,
+    large=_WITHOUT_AGENT,
+    refused=f"no agent listens there; {_WITHOUT_AGENT}",
+    other="is it an agent?",
+    proxies=False,  # no proxy knows an agent
+)
+_MAX_WORDS = 200
 _MAX_READS = 64
 _FEW = 1_000
 _ROLES = tuple(Role)
@@ -77,55 +87,37 @@ class LookSource(Protocol):
 
 
 class AgentLooks:
-    """Looks of an agent: it has read every record since it began, rings only keep the latest."""
+    """Looks of an agent: it has read every record since it began, rings only keep the latest.
 
-    def __init__(self, url: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise LiveError(f"{url}: give http://HOST:PORT as the agent prints it")
-        self.name = url
-        self._timeout_s = timeout_s
-        self._base = url.rstrip("/").removesuffix("/inflight")
-        if self._base in {"http:", "https:"}:
-            raise LiveError(f"{url}: no host; give http://HOST:PORT as the agent prints it")
-        self._url = f"{self._base}/inflight?limit={MAX_REQUESTS}"
-        # An agent listens on loopback: no proxy knows it.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    advise  whether errors say what to do instead
+
+    Raises LiveError for what is no address.
+    """
+
+    def __init__(
+        self, url: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, advise: bool = True
+    ) -> None:
+        self._asked = _ASKED if advise else _ASKED.plainly()
+        self._web = Web(url, self._asked, timeout_s=timeout_s)
+        self._web.url = self.name = self._web.url.removesuffix(_PATH)
 
     def look(self) -> Look:
         """What the agent knows. Raises LiveError if it does not answer as an agent does."""
+        answer = self._web.get(_PATH, {"limit": str(MAX_REQUESTS)})
+        if answer.status != HTTPStatus.OK:
+            raise self._no_agent(f"answers {answer.status} {answer.reason}")
         try:
-            with self._opener.open(self._url, timeout=self._timeout_s) as answer:
-                body = answer.read(MAX_ANSWER_BYTES + 1)
-        except urllib.error.HTTPError as error:
-            error.close()
-            raise LiveError(
-                f"{self._base} answers {error.code} {error.reason}: is it an agent?"
-            ) from error
-        except TimeoutError as error:
-            raise self._silent() from error
-        except urllib.error.URLError as error:
-            if isinstance(error.reason, TimeoutError):
-                raise self._silent() from error
-            reason = _reason(error.reason)
-            if isinstance(error.reason, ConnectionRefusedError):
-                reason += f": no agent listens there; {_WITHOUT_AGENT}"
-            raise LiveError(f"{self._base}: {reason}") from error
-        except (OSError, ValueError) as error:
-            raise LiveError(f"{self._base}: {_reason(error)}") from error
-        if len(body) > MAX_ANSWER_BYTES:
-            raise LiveError(f"{self._base} answers more than {MAX_ANSWER_BYTES} bytes")
-        try:
-            return msgspec.json.decode(body, type=Look)
-        except msgspec.MsgspecError as error:
-            raise LiveError(f"what {self._base} says is no agent's answer: {error}") from error
+            return msgspec.json.decode(answer.body, type=Look)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            words = str(error)[:_MAX_WORDS]
+            raise self._no_agent(f"answers, but not as an agent does ({words})") from error
 
     def close(self) -> None:
         """Nothing is held between looks."""
 
-    def _silent(self) -> LiveError:
-        return LiveError(
-            f"{self._base} did not answer within {self._timeout_s:g} s; {_WITHOUT_AGENT}"
-        )
+    def _no_agent(self, what: str) -> LiveError:
+        advice = f"; {self._asked.other}" if self._asked.other else ""
+        return LiveError(f"{self.name}: {what}{advice}")
 
 
 def _reason(error: object) -> str:

@@ -95,18 +95,15 @@ def open_looks(
     return rings if others else RunLooks(rings)
 
 
-def run_of_agent(source: str | Path, *, timeout_s: float = ASK_S) -> str | Path:
-    """The run directory behind an agent's address; any other source is itself.
+def run_of_agent(look: Look, name: str) -> str:
+    """The run directory behind an agent's look. `name`: where it answers, for people.
 
-    Raises LiveError if the agent does not answer, or its directory cannot be seen from here.
+    Raises LiveError if it has none, or one that cannot be seen from here.
     """
-    if not str(source).startswith(("http://", "https://")):
-        return source
-    look = AgentLooks(str(source), timeout_s=timeout_s).look()
     if look.run_dir is None:
-        raise LiveError(f"{source} writes no run directory; `pdtrace top --from {source}` asks it")
+        raise LiveError(f"{name}: writes no run directory; `pdtrace top --from {name}` asks it")
     if not Path(look.run_dir).is_dir():
         raise LiveError(
-            f"{source} writes to {look.run_dir}, which is not on this host: run this there"
+            f"{name}: writes to {look.run_dir}, which is not on this host: run this there"
         )
     return look.run_dir

@@ -158,7 +158,7 @@ def _headline(
     if len(waiting) <= _FEW or len(stages) < _SEVERAL:
         return line
     counts = ", ".join(f"{count} in {name}" for name, count in stages.most_common())
-    return Group(line, Text(counts))
+    return Group(line, Text(clean(counts)))
 
 
 def _standing(processes: Sequence[ProcessNow]) -> str:
