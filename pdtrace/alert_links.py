@@ -16,7 +16,7 @@ DASHBOARD, RUNBOOK = "dashboard", "runbook_url"
 RUNBOOKS = "runbooks"
 """Folder of the pages, beside the folders of the rules."""
 
-_UNFIT = re.compile(r"[\s{}\x00-\x1f\x7f]")
+_UNFIT = re.compile(r"[\s{}\x00-\x1f\x7f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,7 @@ from pdtrace.live.looks import DEFAULT_TIMEOUT_S, AgentLooks, LookSource
 from pdtrace.live.run_looks import open_looks, run_of_agent
 from pdtrace.native import hot_path
 from pdtrace.patience import Patience
-from pdtrace.shipped import Shipped, ShippedError, write
+from pdtrace.shipped import Shipped, write
 from pdtrace.slo import DEFAULT_SLO, Slo, read_slo, with_target
 from pdtrace.stages import STAGE_BY_NAME
 from pdtrace.terminal.documents import stages_document, why_document
@@ -83,6 +83,7 @@ from pdtrace.terminal.selection import (
 from pdtrace.terminal.slo_view import slo_view
 from pdtrace.terminal.top import DEFAULT_LIMIT, top_document, top_view
 from pdtrace.terminal.trimmed import trimmed
+from pdtrace.terminal.usage import OneLineUsage
 from pdtrace.terminal.whole_words import WholeWords
 from pdtrace.web_answers import without_credentials
 
@@ -95,9 +96,19 @@ _PIPE_WIDTH = 100
 _LEAST_WIDTH = 31  # a stage and its time, whole
 _MAX_CANDIDATES = 10
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+_NO_PLACE = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP})
+"""What the system says of paths that users give."""
+_MAX_PATH = 200
+_MAX_WAIT_S = 86400.0
 _P = ParamSpec("_P")
 
+
+class _Commands(OneLineUsage):
+    complaint = "pdtrace"
+
+
 app = typer.Typer(
+    cls=_Commands,
     name="pdtrace",
     no_args_is_help=True,
     add_completion=False,
@@ -140,7 +151,9 @@ LimitOption = Annotated[
 ]
 TimeoutOption = Annotated[
     float,
-    typer.Option(min=0.05, metavar="S", help="How long each answer of a Jaeger may take."),
+    typer.Option(
+        min=0.05, max=_MAX_WAIT_S, metavar="S", help="How long each answer of a Jaeger may take."
+    ),
 ]
 MAX_SKEW_S = MAX_SKEW_NS / 1e9
 MaxSkewOption = Annotated[
@@ -181,12 +194,12 @@ def _guarded(command: Callable[_P, int]) -> Callable[_P, None]:
             code = EXIT_BAD_INPUT
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
-        except PermissionError as error:
-            _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-            code = EXIT_BAD_INPUT
         except typer.Exit:
             raise
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in _NO_PLACE and error.filename:
+                _complain(f"{clean(error.filename, _MAX_PATH)}: {error.strerror}")
+                raise typer.Exit(EXIT_BAD_INPUT) from error
             code = _fault(error)
         raise typer.Exit(code)
 
@@ -327,7 +340,7 @@ def _query(since: str | None, until: str | None, limit: int, timeout_s: float) -
 def _source(given: str, query: TraceQuery) -> str | Path:
     """An agent's address stands for its run directory; a Jaeger's, and all else, for itself."""
     if "://" not in given:
-        return given
+        return _named(given)
     no_jaeger = why_no_jaeger(given, timeout_s=query.timeout_s)
     if no_jaeger is None:
         return given
@@ -350,6 +363,14 @@ def _source(given: str, query: TraceQuery) -> str | Path:
             "page's, an agent's the one that it prints, and a run directory needs neither"
         ) from error
     return run_of_agent(look, agent.name)
+
+
+def _named(given: str) -> str:
+    """What `--from` gives. Raises UsageError if that is nothing: it would be the directory that
+    this runs in."""
+    if not given:
+        raise UsageError("--from is empty: leave it out, or give a run directory or an address")
+    return given
 
 
 def _complain_of_several(error: SeveralRequestsError) -> None:
@@ -434,10 +455,20 @@ def top(
         typer.Option("--stage", metavar="STAGE", help="Only requests in this stage."),
     ] = None,
     interval: Annotated[
-        float, typer.Option("--interval", min=0.05, metavar="S", help="Seconds between looks.")
+        float,
+        typer.Option(
+            "--interval", min=0.05, max=_MAX_WAIT_S, metavar="S", help="Seconds between looks."
+        ),
     ] = DEFAULT_INTERVAL_S,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0.05, metavar="S", help="How long an agent may take.")
+        float,
+        typer.Option(
+            "--timeout",
+            min=0.05,
+            max=_MAX_WAIT_S,
+            metavar="S",
+            help="How long an agent may take.",
+        ),
     ] = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> int:
@@ -445,7 +476,7 @@ def top(
     if stage is not None and stage not in STAGE_BY_NAME:
         raise UsageError(f"{stage!r} is no stage; `pdtrace stages` lists them")
     try:
-        looks = open_looks(*(source or [default_source()]), timeout_s=timeout)
+        looks = open_looks(*map(_named, source or [default_source()]), timeout_s=timeout)
     except KeyboardInterrupt:
         return 0
     try:
@@ -722,7 +753,9 @@ def stages(as_json: JsonOption = False) -> int:
 )
 @_guarded
 def export(
-    what: Annotated[Shipped, typer.Argument(help="What to write.", show_default=False)],
+    what: Annotated[
+        Shipped, typer.Argument(metavar="WHAT", help=f"What to write: {', '.join(Shipped)}.")
+    ],
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="Where to; it is made.", show_default=False)
     ],
@@ -747,7 +780,7 @@ def export(
     try:
         places = Places(grafana=grafana, runbooks=runbooks)
     except ValueError as error:
-        raise ShippedError(str(error)) from None
+        raise UsageError(str(error)) from None
     for path in write(what, directory, replace=force, places=places):
         print(path)
     return 0

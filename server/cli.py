@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdtrace.terminal.trimmed import trimmed
+from pdtrace.terminal.usage import OneLineUsage
 from pdtrace.terminal.whole_words import WholeWords
 from server.client_limits import NAMES, parse_client_limits
 from server.clock_fault import parse_clock_faults
@@ -47,6 +48,7 @@ _LINE_EVERY_S = 10.0
 """How often a start that takes long says so where there is no terminal."""
 
 app = typer.Typer(
+    cls=OneLineUsage,
     name="python -m server",
     help="A prefill/decode-disaggregated LLM server that records where each request's time goes.",
     no_args_is_help=True,

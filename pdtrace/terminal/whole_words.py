@@ -1,4 +1,6 @@
-"""Help pages whose sentences and option names are whole. Knows nothing of what they say."""
+"""Commands as all here are: help pages whose sentences and option names are whole, and no empty
+paths (`pdtrace.terminal.usage`). Knows nothing of what they say and do.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import re
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
+
+from pdtrace.terminal.usage import refuse_empty_paths
 
 _OPTION = re.compile(r"--[a-z][a-z-]*")
 _UNBROKEN = "\N{NON-BREAKING HYPHEN}"
@@ -26,6 +30,13 @@ class WholeWords(TyperCommand):
                 setattr(part, "help", _OPTION.sub(_unbroken, help_text))  # noqa: B010 - any kind
         if self.epilog:
             self.epilog = _OPTION.sub(_unbroken, self.epilog)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As any command does, but for paths that are empty."""
+        given = list(args)
+        rest = super().parse_args(ctx, args)
+        refuse_empty_paths(ctx, self.params, given)
+        return rest
 
     def get_short_help_str(self, limit: int = 45) -> str:
         """Its line in the list of commands."""
