@@ -83,7 +83,7 @@ from pdtrace.terminal.selection import (
 from pdtrace.terminal.slo_view import slo_view
 from pdtrace.terminal.top import DEFAULT_LIMIT, top_document, top_view
 from pdtrace.terminal.trimmed import trimmed
-from pdtrace.terminal.usage import OneLineUsage
+from pdtrace.terminal.usage import MAX_WAIT_S, OneLineUsage, path_fault
 from pdtrace.terminal.whole_words import WholeWords
 from pdtrace.web_answers import without_credentials
 
@@ -96,10 +96,6 @@ _PIPE_WIDTH = 100
 _LEAST_WIDTH = 31  # a stage and its time, whole
 _MAX_CANDIDATES = 10
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
-_NO_PLACE = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP})
-"""What the system says of paths that users give."""
-_MAX_PATH = 200
-_MAX_WAIT_S = 86400.0
 _P = ParamSpec("_P")
 
 
@@ -152,7 +148,7 @@ LimitOption = Annotated[
 TimeoutOption = Annotated[
     float,
     typer.Option(
-        min=0.05, max=_MAX_WAIT_S, metavar="S", help="How long each answer of a Jaeger may take."
+        min=0.05, max=MAX_WAIT_S, metavar="S", help="How long each answer of a Jaeger may take."
     ),
 ]
 MAX_SKEW_S = MAX_SKEW_NS / 1e9
@@ -197,8 +193,9 @@ def _guarded(command: Callable[_P, int]) -> Callable[_P, None]:
         except typer.Exit:
             raise
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in _NO_PLACE and error.filename:
-                _complain(f"{clean(error.filename, _MAX_PATH)}: {error.strerror}")
+            told = path_fault(error) if isinstance(error, OSError) else None
+            if told is not None:
+                _complain(told)
                 raise typer.Exit(EXIT_BAD_INPUT) from error
             code = _fault(error)
         raise typer.Exit(code)
@@ -457,7 +454,7 @@ def top(
     interval: Annotated[
         float,
         typer.Option(
-            "--interval", min=0.05, max=_MAX_WAIT_S, metavar="S", help="Seconds between looks."
+            "--interval", min=0.05, max=MAX_WAIT_S, metavar="S", help="Seconds between looks."
         ),
     ] = DEFAULT_INTERVAL_S,
     timeout: Annotated[
@@ -465,7 +462,7 @@ def top(
         typer.Option(
             "--timeout",
             min=0.05,
-            max=_MAX_WAIT_S,
+            max=MAX_WAIT_S,
             metavar="S",
             help="How long an agent may take.",
         ),

@@ -101,10 +101,12 @@ def read_slo(path: Path) -> Slo:
     Raises SloError.
     """
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=Slo)
+        return msgspec.toml.decode(path.read_bytes().decode(), type=Slo)
     except OSError as error:
         raise SloError(f"{path}: {error.strerror or error}") from error
     except RecursionError as error:
         raise SloError(f"{path}: nested too deeply") from error
+    except UnicodeDecodeError as error:
+        raise SloError(f"{path}: is no UTF-8 text, as TOML is") from error
     except (msgspec.DecodeError, ValueError) as error:
         raise SloError(f"{path}: {error}") from error

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdtrace.terminal.trimmed import trimmed
-from pdtrace.terminal.usage import OneLineUsage
+from pdtrace.terminal.usage import MAX_WAIT_S, OneLineUsage, path_fault
 from pdtrace.terminal.whole_words import WholeWords
 from server.client_limits import NAMES, parse_client_limits
 from server.clock_fault import parse_clock_faults
@@ -275,7 +275,10 @@ def up(
         ),
     ] = DEFAULTS.restart,
     start_timeout: Annotated[
-        float, typer.Option(help="Seconds to wait until a generation is possible.")
+        float,
+        typer.Option(
+            min=0.0, max=MAX_WAIT_S, help="Seconds to wait until a generation is possible."
+        ),
     ] = 180.0,
     stack: Annotated[
         Path | None,
@@ -423,7 +426,8 @@ def inject_faults(
         bool, typer.Option("--clear", help="Disarm what is armed first; what is held goes on.")
     ] = False,
     timeout: Annotated[
-        float, typer.Option(help="Seconds to wait for the processes' answers.")
+        float,
+        typer.Option(min=0.0, max=MAX_WAIT_S, help="Seconds to wait for the processes' answers."),
     ] = ANSWER_S,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
 ) -> None:
@@ -455,6 +459,8 @@ def inject_faults(
 
 
 def _faults_of(source: str) -> tuple[Fault, ...]:
+    if not source.strip():
+        raise StartError("the faults are empty: give a JSON file, the JSON itself, or -")
     if source == "-":
         return parse_faults(sys.stdin.read(), source="standard input")
     if source.lstrip().startswith(("[", "{")):
@@ -593,7 +599,8 @@ def main() -> None:
     except SystemExit as end:
         leave(end.code if isinstance(end.code, int) else int(end.code is not None))
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        told = _unwritable(error) if error.errno in _NO_ROOM else path_fault(error)
+        if told is None:
             raise
-        print(f"error: {_unwritable(error)}", file=sys.stderr)
+        print(f"error: {told}", file=sys.stderr)
         leave(EXIT_START_ERROR)

@@ -22,6 +22,11 @@ COLOCATED = "colocated"
 NO_AGENT_HTTP = -1
 """`agent_port` that keeps the agent from answering over HTTP."""
 
+MAX_WORKERS = 256
+"""Of each role; every one is a process."""
+_MOST = 2**63 - 1
+"""Gauges hold no more."""
+
 WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         PD: ("workers", "chunked"),
@@ -159,6 +164,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value < low:
                 raise StartError(f"{flag(name)} is {value}, expected at least {low}")
+            most = MAX_WORKERS if name in {"prefill", "decode", "workers"} else _MOST
+            if value > most:
+                raise StartError(f"{flag(name)} is {value}, expected at most {most}")
         for name in ("heartbeat_s", "dead_after_s", "stalled_after_s", "gap_threshold_s"):
             value = getattr(self, name)
             if not value > 0:

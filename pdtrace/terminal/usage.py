@@ -5,6 +5,7 @@ Owns the words: what is checked, and by whom, is the options' own.
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,8 @@ from typer.core import TyperGroup
 
 from pdtrace.logtext import one_line
 
+MAX_WAIT_S = 86400.0
+"""The longest that options let anything wait: beyond some days clocks of sockets overflow."""
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
@@ -23,6 +26,8 @@ EXIT_INTERRUPTED = 130
 _UsageError: type[Exception] = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError"
 )
+_NO_PLACE = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP})
+_MAX_PATH = 200
 _MAX_CHARS = 500
 _MAX_VALUE = 100
 _INVALID = re.compile(r"^Invalid value for ((?:'[^']*'(?: / )?)+): (?=\S)")
@@ -77,6 +82,15 @@ def refuse_empty_paths(context: Any, parameters: Iterable[Any], given: Sequence[
             raise typer.BadParameter("is empty: give a path", ctx=context, param=parameter)
 
 
+def path_fault(error: OSError) -> str | None:
+    """What the system says of a path that a user gave; None for all else."""
+    if error.errno not in _NO_PLACE:
+        return None
+    if not error.filename:
+        return str(error)
+    return f"{one_line(str(error.filename), _MAX_PATH)}: {error.strerror}"
+
+
 def usage_line(error: Any) -> str:
     """What is wrong with a command line, and where its help is."""
     message = " ".join(error.format_message().split())
@@ -97,6 +111,6 @@ def usage_line(error: Any) -> str:
 
 def _value(error: Any) -> str | None:
     """The value that was given; None where the library does not tell."""
-    errors = getattr(error.__cause__, "errors", None)
+    errors: Any = getattr(error.__cause__, "errors", None)
     value = errors()[0].get("input") if callable(errors) else None
     return value[:_MAX_VALUE] if isinstance(value, str) else None

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from pdtrace.slo import DEFAULT_SLO, SloError, read_slo
 from pdtrace.terminal.trimmed import trimmed
+from pdtrace.terminal.usage import MAX_WAIT_S
 from pdtrace.terminal.whole_words import WholeWords, WholeWordsGroup
 from server.errors import StartError
 from server.listening import free_loopback_port
@@ -92,7 +93,9 @@ def up(
         bool,
         typer.Option("--free-ports", help="Take free ports in place of 16686, 4318, 9090, 9093."),
     ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds until all of it answers.")] = 60.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.0, max=MAX_WAIT_S, help="Seconds until all of it answers.")
+    ] = 60.0,
     as_json: JsonOption = False,
 ) -> None:
     """Start the stack, or tell where it is. Servers started later join it.

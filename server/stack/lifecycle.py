@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from pdtrace.agent.slo_environment import server_environment
 from pdtrace.slo import DEFAULT_SLO, Slo
+from pdtrace.web_answers import without_credentials
 from server.errors import StartError
 from server.stack import detached
 from server.stack.objectives import GENERATED, write_rules
@@ -50,6 +51,8 @@ class StackSettings:
 
     rules    rule files beside the generated ones; one of the same name takes its place
     webhook  where Alertmanager sends alerts
+
+    Raises StartError for a webhook that is no address.
     """
 
     folder: Path
@@ -57,6 +60,23 @@ class StackSettings:
     sampling: Sampling = field(default_factory=Sampling)
     rules: Sequence[Path] = ()
     webhook: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.webhook is not None and not _is_address(self.webhook):
+            raise StartError(
+                f"--webhook {without_credentials(self.webhook)!r} is no address: "
+                "give http://HOST:PORT/PATH"
+            )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    fits = url.isprintable() and " " not in url
+    return fits and parts.scheme in {"http", "https"} and bool(parts.hostname) and port != 0
 
 
 def start_stack(

@@ -8,6 +8,7 @@ through lists of targets (Prometheus).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -27,6 +28,7 @@ AGENT_JOB, GATEWAY_JOB, SPANS_JOB, COLLECTOR_JOB = (
 """Scrape jobs of `collector/prometheus.yml`; a list of targets is `targets/<job>-<name>.json`."""
 ONE_AGENT_WAIT = "5s"
 """Decision wait where one agent sends each request whole, when it has ended."""
+_DURATION = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?(?:ns|us|µs|ms|s|m|h))+")
 _NO_WEBHOOK = "webhook_configs: []"
 _RETENTION = "7d"
 _RUN_DIR_LABEL = "__meta_pdtrace_run_dir"
@@ -68,11 +70,19 @@ class Sampling:
     keep_percent   of requests that nothing is wrong with
     decision_wait  a duration as Go writes it
     slo            limits above which something is wrong
+
+    Raises StartError for what is no duration.
     """
 
     keep_percent: float = 100.0
     decision_wait: str = ONE_AGENT_WAIT
     slo: Slo = DEFAULT_SLO
+
+    def __post_init__(self) -> None:
+        if not (_DURATION.fullmatch(self.decision_wait) and re.search("[1-9]", self.decision_wait)):
+            raise StartError(
+                f"--decision-wait {self.decision_wait!r} is no duration: give one such as 660s"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

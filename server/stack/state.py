@@ -74,7 +74,8 @@ def read_state(folder: Path) -> StackState | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
-        raise StartError(f"{folder / STATE_NAME} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise StartError(f"{folder / STATE_NAME} cannot be read: {reason}") from error
 
 
 def write_state(folder: Path, state: StackState) -> None:
