@@ -6,6 +6,8 @@ written out; knows nothing of what is in them.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -53,13 +55,17 @@ _BESIDE = {
     Path("prometheus.yml"): (_RULES, _RULES + b"  - generated/prometheus/*.yml\n"),
 }
 """What these have elsewhere in a checkout lies beside them where they are written out."""
+_LINK = re.compile(r"\[([^\]]+)\]\((?!\w+:|#)([^)#\s]+)[^)]*\)")
+"""In a page, to a file. The first group is what is read, the second where it leads."""
 
 
 def files(what: Shipped) -> Iterator[tuple[Path, bytes]]:
     """Each file's path below the folder that it is to be written to, and what is in it.
 
+    Links of pages to what is not written with them, such as the docs of a checkout, become names.
     Raises ShippedError where the installation lacks them.
     """
+    sources: dict[Path, Path] = {}
     for folder, below in _FOLDERS[what]:
         found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         if not found:
@@ -67,9 +73,20 @@ def files(what: Shipped) -> Iterator[tuple[Path, bytes]]:
                 f"this installation has no {what.value} ({folder}); install pdtrace from a wheel, "
                 "or run it in a complete checkout"
             )
-        for path in found:
-            to = Path(below) / path.relative_to(folder)
-            yield to, path.read_bytes().replace(*_BESIDE.get(to, (b"", b"")))
+        sources |= {Path(below) / path.relative_to(folder): path for path in found}
+    for to, path in sources.items():
+        content = path.read_bytes().replace(*_BESIDE.get(to, (b"", b"")))
+        if to.suffix == ".md":
+            content = _with_links_among(sources, to, content.decode()).encode()
+        yield to, content
+
+
+def _with_links_among(written: Mapping[Path, Path], page: Path, text: str) -> str:
+    def kept_or_named(link: re.Match[str]) -> str:
+        leads_to = Path(os.path.normpath(page.parent / link[2]))
+        return link[0] if leads_to in written else f"`{link[1].strip('`')}`"
+
+    return _LINK.sub(kept_or_named, text)
 
 
 def write(

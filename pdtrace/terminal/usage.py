@@ -112,5 +112,6 @@ def usage_line(error: Any) -> str:
 def _value(error: Any) -> str | None:
     """The value that was given; None where the library does not tell."""
     errors: Any = getattr(error.__cause__, "errors", None)
-    value = errors()[0].get("input") if callable(errors) else None
+    found: Any = errors() if callable(errors) else [{}]
+    value = found[0].get("input")
     return value[:_MAX_VALUE] if isinstance(value, str) else None

@@ -108,6 +108,35 @@ def test_composed_services_find_their_files_in_an_exported_copy(tmp_path: Path) 
     assert "../dashboards/generated" in checkout.read_text()
 
 
+@pytest.mark.parametrize("what", list(Shipped))
+def test_links_of_exported_pages_lead_to_what_is_exported(tmp_path: Path, what: Shipped) -> None:
+    """There is no checkout around them: what is elsewhere is named, and no link."""
+    assert run(what, str(tmp_path / "in" / "deep"))[0] == 0
+    for page in tmp_path.rglob("*.md"):
+        for target in re.findall(r"\]\(([^)\s]*)\)", page.read_text()):
+            file = (page.parent / target.partition("#")[0]).resolve()
+            assert "://" in target or (file.is_relative_to(tmp_path) and file.exists()), target
+    if what is Shipped.COLLECTOR:
+        text = (tmp_path / "in" / "deep" / "README.md").read_text()
+        assert "what checks it: `docs/stack.md`. " in text
+        assert "Metrics: `docs/agent.md`, `docs/metrics.md`." in text
+
+
+def test_links_to_what_is_exported_beside_a_page_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    (source / "sub").mkdir(parents=True)
+    (source / "sub" / "b.md").write_text("[up](../a.md#x) [out](../../c.md) [far](https://x.y/z)")
+    (source / "a.md").write_text("[b](sub/b.md) [`c`](../c.md#part) [here](#part)")
+    monkeypatch.setattr(shipped, "_FOLDERS", {Shipped.RULES: ((source, "into"),)})
+    written = {str(path): content.decode() for path, content in shipped.files(Shipped.RULES)}
+    assert written == {
+        "into/a.md": "[b](sub/b.md) `c` [here](#part)",
+        "into/sub/b.md": "[up](../a.md#x) `out` [far](https://x.y/z)",
+    }
+
+
 def test_prometheus_finds_its_rules_in_an_exported_copy(tmp_path: Path) -> None:
     """A pattern that matches nothing is no error to Prometheus: it would run without rules."""
     assert run("collector", str(tmp_path))[0] == 0
