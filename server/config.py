@@ -26,6 +26,8 @@ MAX_WORKERS = 256
 """Of each role; every one is a process."""
 _MOST = 2**63 - 1
 """Gauges hold no more."""
+_MOST_S = 1e9
+"""So that nanoseconds of it are a number."""
 
 WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -171,6 +173,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not value > 0:
                 raise StartError(f"{flag(name)} is {value}, expected more than 0")
+            if value > _MOST_S:
+                raise StartError(f"{flag(name)} is {value}, expected at most {_MOST_S:g}")
         for name, choices in (
             ("mode", (PD, COLOCATED)),
             ("policy", ("round_robin", "least_loaded", "prefix_aware")),
@@ -186,6 +190,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("run_dir", "host", "model", "served_name", "api_key", "curve_keys"):
             if not is_utf8(getattr(self, name) or ""):  # processes are told their settings in JSON
                 raise StartError(f"{flag(name)} is not valid UTF-8")
+        if self.api_key == "":
+            raise StartError("--api-key is empty: leave it out, or give callers a key to send")
         if self.control == "tcp" and self.curve_keys is None:
             raise StartError(
                 "--control tcp needs --curve-keys: every user of this host could send messages"

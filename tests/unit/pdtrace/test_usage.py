@@ -147,6 +147,8 @@ def test_wrong_command_line_of_pdtrace(arguments: list[str], said: str) -> None:
         (["up", "--start-timeout=-1"], "--start-timeout '-1' must be 0 or more"),
         (["up", "--prefill", "9" * 20], f"expected at most {MAX_WORKERS}"),
         (["up", "--threads", "9" * 20], "expected at most 9223372036854775807"),
+        (["up", "--gap-threshold-s=inf"], "--gap-threshold-s is inf, expected at most 1e+09"),
+        (["up", "--api-key", ""], "--api-key is empty"),
         (["stack", "up", "--decision-wait", "soon"], "--decision-wait 'soon' is no duration"),
         (["stack", "up", "--decision-wait", "0s"], "--decision-wait '0s' is no duration"),
         (["stack", "up", "--webhook", "http://me:hush@"], "--webhook 'http://' is no address"),
