@@ -35,10 +35,12 @@ _WORDS = (
     (re.compile(r"^Value error, "), ""),
     (re.compile(r"^Input should be a valid integer\b.*"), "is no whole number"),
     (re.compile(r"^Input should be a valid number\b.*"), "is no number"),
+    (re.compile(r" is not a valid integer\b.*"), " is no whole number"),
+    (re.compile(r" is not a valid float\b.*"), " is no number"),
     (re.compile(r"^Input should be greater than or equal to (\S+)$"), r"must be \1 or more"),
     (re.compile(r"^Input should be less than or equal to (\S+)$"), r"must be \1 or less"),
 )
-"""What the library says of a value, and what users read."""
+"""What the library says of a value, by version, and what users read."""
 
 
 class OneLineUsage(TyperGroup):
@@ -78,7 +80,8 @@ def refuse_empty_paths(context: Any, parameters: Iterable[Any], given: Sequence[
             continue
         value: Any = context.params.get(parameter.name)
         values: Sequence[Any] = value if isinstance(value, list | tuple) else (value,)
-        if any(isinstance(one, Path) and one == Path() for one in values):
+        is_path = getattr(getattr(parameter, "type", None), "name", None) == "path"  # older typer
+        if any(one == Path() or (is_path and one == "") for one in values):
             raise typer.BadParameter("is empty: give a path", ctx=context, param=parameter)
 
 
