@@ -473,6 +473,12 @@ class Exposition(Collector):
 
         Exemplars are in OpenMetrics only.
         """
+        try:
+            return self._encoded(accept)
+        except (TypeError, ValueError):  # it asks for a version that is no number
+            return self._encoded("")
+
+    def _encoded(self, accept: str) -> tuple[bytes, str]:
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 

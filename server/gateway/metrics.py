@@ -222,6 +222,12 @@ class GatewayMetrics:
     def render(self, accept: str) -> tuple[bytes, str]:
         """Exposition in the format that `accept` prefers, and its content type."""
         self.guard(self._refresh_members)
+        try:
+            return self._encoded(accept)
+        except (TypeError, ValueError):  # it asks for a version that is no number
+            return self._encoded("")
+
+    def _encoded(self, accept: str) -> tuple[bytes, str]:
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 

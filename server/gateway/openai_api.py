@@ -308,10 +308,14 @@ def _max_tokens(max_tokens: int | None, max_completion_tokens: int | None) -> in
     return max_tokens if max_completion_tokens is None else max_completion_tokens
 
 
-def _whole(value: Any) -> Any:
-    """Numbers without a fraction as integers, alone or in lists: to JSON, 1.0 is one."""
+def _whole(value: Any, *, lists: int = 2) -> Any:
+    """Numbers without a fraction as integers, alone or in lists: to JSON, 1.0 is one.
+
+    lists   how many of them, one inside the other; no parameter has more
+    """
     if isinstance(value, list):
-        return [_whole(item) for item in cast("list[Any]", value)]
+        items = cast("list[Any]", value)
+        return [_whole(item, lists=lists - 1) for item in items] if lists else items
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -62,9 +62,10 @@ class Phase(Enum):
 
 
 class LimitedConnection(h11.Connection):
-    """h11's parser that also refuses heads with too much in them.
+    """h11's parser that also refuses heads with too much in them, or with two lengths of a body.
 
-    h11 bounds what it buffers, which is less than what may arrive in one piece.
+    h11 bounds what it buffers, which is less than what may arrive in one piece. Of two lengths it
+    believes one; a proxy in front that believes the other would take a body for a request.
     """
 
     def __init__(self, limits: ClientLimits) -> None:
@@ -82,6 +83,8 @@ class LimitedConnection(h11.Connection):
         if isinstance(event, h11.Request) and self._is_too_large(event):
             self.too_large = True
             raise h11.RemoteProtocolError("the head is too large", error_status_hint=431)
+        if isinstance(event, h11.Request) and _has_two_lengths(event):
+            raise h11.RemoteProtocolError("Content-Length beside Transfer-Encoding")
         return event
 
     def _is_too_large(self, request: h11.Request) -> bool:
@@ -90,6 +93,10 @@ class LimitedConnection(h11.Connection):
         num_bytes = len(request.target)
         num_bytes += sum(len(name) + len(value) + 4 for name, value in request.headers)
         return num_bytes > self._limits.max_head_bytes
+
+
+def _has_two_lengths(request: h11.Request) -> bool:
+    return {b"content-length", b"transfer-encoding"} <= {name for name, _ in request.headers}
 
 
 class GatewayProtocol(H11Protocol):

@@ -290,6 +290,23 @@ async def test_head_that_is_too_large_is_refused_whole(tmp_path: Path, head: byt
     assert headers["connection"] == "close"
 
 
+@pytest.mark.parametrize("head", [b"GET /ready HTTP/1.1\r\nhost: x\r\n", POST])
+async def test_body_with_two_lengths_is_refused_and_nothing_behind_it_is_read(
+    tmp_path: Path, head: bytes
+) -> None:
+    """Who stands in front may believe the other length, and take what follows for a body."""
+    behind = b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n"
+    length = b"content-length: %d\r\ntransfer-encoding: chunked\r\n\r\n" % (5 + len(behind))
+    async with gateway_under_test(tmp_path) as g:
+        async with raw(g) as client:
+            await client.send(head + length + b"0\r\n\r\n" + behind)
+            status, headers, body = await client.answer()
+            assert await client.rest() == b""
+        assert await ends(g, End.INVALID_HTTP) == 1
+    assert (status, body["error"]["code"]) == (400, "invalid_http")
+    assert headers["connection"] == "close"
+
+
 JSON_BODY = b"content-length: 2\r\n\r\n{}"
 HOSTILE_HEADS = [
     b"GET http://evil/health HTTP/1.1\r\nhost: [\r\n\r\n",
@@ -298,6 +315,8 @@ HOSTILE_HEADS = [
     b"GET /nowhere HTTP/1.1\r\nhost: \xff\xfe@:99999999\r\n\r\n",
     b"GET /metrics HTTP/1.1\r\nhost: x\r\naccept: application/openmetrics-text;version=9\r\n\r\n",
     b"GET /metrics HTTP/1.1\r\nhost: x\r\naccept: text/plain;escaping=;;,*/*;q=\xff\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\nhost: x\r\naccept: application/openmetrics-text;version=2.x\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\nhost: x\r\naccept: text/plain;version=\xff\r\n\r\n",
     b"OPTIONS * HTTP/1.1\r\nhost: [\r\n\r\n",
     b"DELETE /v1/completions HTTP/1.1\r\nhost: [\r\n\r\n",
     POST + b"content-type: \xff\xff\r\n" + JSON_BODY,

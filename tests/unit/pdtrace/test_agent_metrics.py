@@ -290,6 +290,13 @@ def test_text_format_is_given_to_those_who_ask_for_nothing_else() -> None:
     )
 
 
+@pytest.mark.parametrize("version", ["abc", "1.x", "2.a", "", ".", "9" * 5000])
+@pytest.mark.parametrize("media_type", ["text/plain", "application/openmetrics-text"])
+def test_versions_that_nobody_has_are_answered(media_type: str, version: str) -> None:
+    samples = scraped(AgentMetrics(), accept=f"{media_type};version={version}")
+    assert samples
+
+
 def in_flight(stage: str | None, age_s: float, *, worker: str | None = None) -> InFlight:
     return InFlight(
         request_id="secret-id",

@@ -249,6 +249,19 @@ def test_body_that_is_no_json_object_is_a_400(body: bytes) -> None:
     assert caught.value.http_status == 400
 
 
+DEEP = "[" * 500 + "]" * 500
+"""Valid JSON, which is decoded, and too deep for who follows it level by level in Python."""
+
+
+def test_value_that_is_nested_deeply_is_a_value_like_any_other() -> None:
+    body = '{"model": "m", "prompt": "hi", "%s": %s}'
+    assert parse_request(TEXT, (body % ("metadata", DEEP)).encode(), served_name="m").prompt == "hi"
+    for name in ("prompt", "stop", "logit_bias", "unknown"):
+        with pytest.raises(InvalidRequest) as caught:
+            parse_request(TEXT, (body % (name, DEEP)).encode(), served_name="m")
+        assert str(caught.value.param).startswith(name)
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
