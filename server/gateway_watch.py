@@ -3,6 +3,9 @@
 Owns the verdict; knows nothing of legs or sockets. A gateway is gone when another incarnation
 answers in its place, or when nobody answers for `dead_after_s`. One that never answered a beat is
 not watched: the deadlines bound what it left behind.
+
+Beats are answered in their order, whoever does it: what answers an earlier beat than has been
+answered is late, and says nothing of who is there now.
 """
 
 from __future__ import annotations
@@ -24,14 +27,27 @@ class GatewayWatch:
         self._present: Peer | None = None
         self._silence = Silence()
         self._retired: deque[str] = deque(maxlen=_REMEMBERED)
+        self._latest_beat = -1
 
-    def answered(self, gateway: Peer) -> Peer | None:
-        """A beat was answered by `gateway`; the one whose place it took, if it did."""
+    def answered(self, gateway: Peer, beat: int) -> Peer | None:
+        """Beat number `beat` was answered by `gateway`; the one whose place it took, if it did.
+
+        One that was replaced and answers while its successor is silent was called so wrongly.
+        """
+        before = self._present
+        if before is not None and before.incarnation == gateway.incarnation:
+            self._latest_beat = max(self._latest_beat, beat)
+            self._silence.end()
+            return None
+        if beat <= self._latest_beat:
+            return None
         if gateway.incarnation in self._retired:
-            return None  # sent before it died
-        before, self._present = self._present, gateway
+            if before is not None:
+                return None  # sent before it died
+            self._retired.remove(gateway.incarnation)
+        self._present, self._latest_beat = gateway, beat
         self._silence.end()
-        if before is None or before.incarnation == gateway.incarnation:
+        if before is None:
             return None
         self._retired.append(before.incarnation)
         return before

@@ -213,7 +213,7 @@ class Scheduler(ABC, Generic[LegT]):
 
     def _answered(self, message: HeartbeatAck, arrived_ns: int) -> None:
         is_mine = self._ports.round_trips.is_mine(message)
-        replaced = self._gateway.answered(message.gateway) if is_mine else None
+        replaced = self._gateway.answered(message.gateway, message.seq) if is_mine else None
         if replaced is not None:
             self._lose_gateway(replaced, "was started anew")
         if is_mine:

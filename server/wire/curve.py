@@ -23,6 +23,7 @@ from zmq.auth import create_certificates, load_certificate
 from zmq.utils import z85
 
 from server.errors import StartError
+from server.log_fields import logged
 
 KNOWN = "known"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -75,11 +76,11 @@ def endpoint_refusal(endpoint: str, keys: CurveKeys | None) -> str | None:
     if not needs_keys(endpoint):
         return None
     if not is_networked(endpoint):
-        return f"{endpoint} is neither ipc nor tcp"
+        return f"{logged(endpoint)} is neither ipc nor tcp"
     if keys is None:
         return (
-            f"{endpoint} can be reached from other hosts and there are no keys: make some with "
-            "`python -m server keys DIR` and give --curve-keys DIR"
+            f"{logged(endpoint)} can be reached from other hosts and there are no keys: make some "
+            "with `python -m server keys DIR` and give --curve-keys DIR"
         )
     return None
 

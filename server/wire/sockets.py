@@ -23,6 +23,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from pdtrace.clock import SYSTEM_CLOCK, Clock
 from server.errors import StartError
+from server.log_fields import logged
 from server.wire.arrivals import Arrivals
 from server.wire.curve import (
     ZAP_DOMAIN,
@@ -430,7 +431,11 @@ class Outbox:
             if refusal is not None:
                 return self._refuse(endpoint, f"will not connect: {refusal}")
             self._make_room()
-            peer = self._peers[endpoint] = self._open(endpoint)
+            try:
+                peer = self._open(endpoint)
+            except (zmq.ZMQError, UnicodeError) as error:  # peers name endpoints as they like
+                return self._refuse(endpoint, f"it cannot be connected to: {_reason(error)}")
+            self._peers[endpoint] = peer
         else:
             self._peers.move_to_end(endpoint)
         _follow_connection(peer)
@@ -471,7 +476,7 @@ class Outbox:
                 _logger.warning(
                     "%d messages for %s were not delivered: nobody has answered there",
                     peer.sent,
-                    endpoint,
+                    logged(endpoint),
                 )
             _close_peer(peer, linger_ms=self._linger_ms)
         self._peers.clear()
@@ -491,9 +496,13 @@ class Outbox:
             push.set(zmq.CURVE_SERVERKEY, self._keys.inbox.public)
             push.set(zmq.CURVE_PUBLICKEY, self._keys.process.public)
             push.set(zmq.CURVE_SECRETKEY, self._keys.process.secret)
-        monitor = push.get_monitor_socket(events)
-        push.connect(endpoint)
-        return _Peer(push, monitor)
+        peer = _Peer(push, push.get_monitor_socket(events))
+        try:
+            push.connect(endpoint)
+        except BaseException:
+            _close_peer(peer, linger_ms=0)
+            raise
+        return peer
 
     def _make_room(self) -> None:
         """Forget who is not there, so that descriptors cannot run out."""
@@ -503,7 +512,7 @@ class Outbox:
             _follow_connection(peer)
         absent = [endpoint for endpoint, peer in self._peers.items() if not peer.connected]
         if len(absent) >= OUTBOX_UNCONNECTED:
-            _logger.info("%s is forgotten: it is not connected and not used", absent[0])
+            _logger.info("%s is forgotten: it is not connected and not used", logged(absent[0]))
             self.forget(absent[0])
 
     def _refuse(self, endpoint: str, why: str = "") -> bool:
@@ -511,14 +520,15 @@ class Outbox:
         if num_refused == 1:
             peer = self._peers.get(endpoint)
             # A lost peer is everyday business (a stop, a restart); all else is not.
+            named = logged(endpoint)
             if peer is None:
-                _logger.error("message for %s refused: %s", endpoint, why)
+                _logger.error("message for %s refused: %s", named, why)
             elif peer.denied:
-                _logger.error("message for %s refused: its keys and ours do not fit", endpoint)
+                _logger.error("message for %s refused: its keys and ours do not fit", named)
             elif peer.connected is False:
-                _logger.info("message for %s refused: the connection is lost", endpoint)
+                _logger.info("message for %s refused: the connection is lost", named)
             else:
-                _logger.warning("message for %s refused: its queue is full", endpoint)
+                _logger.warning("message for %s refused: its queue is full", named)
         return False
 
     def _require_owner(self) -> None:
@@ -527,6 +537,10 @@ class Outbox:
             self._owner = thread
         elif self._owner != thread:
             raise RuntimeError("an Outbox belongs to one thread: ZeroMQ sockets cannot be shared")
+
+
+def _reason(error: zmq.ZMQError | UnicodeError) -> str:
+    return error.strerror or "it fails" if isinstance(error, zmq.ZMQError) else "it is no text"
 
 
 def _follow_connection(peer: _Peer) -> None:

@@ -25,6 +25,8 @@ OWN = ("mine-0", "mine-1")
 """Handoffs that these messages themselves begin, and meddle with."""
 NO_PAGE = 100_000
 """No pool has so many pages."""
+NOWHERE = ("ipc://", f"ipc:///{'a' * 300}", "tcp://127.0.0.1:x", "tcp://127.0.0.1:1")
+"""Endpoints at which nobody can be, or is."""
 
 _text = st.text(max_size=8)
 _ids = st.sampled_from(PLACEHOLDERS) | st.sampled_from(OWN) | _text
@@ -62,6 +64,7 @@ def hostile_bodies(
     fingerprint   of their model
     """
     names = st.sampled_from(sorted(endpoints)) | _text
+    places = names | st.sampled_from(NOWHERE)
     known: Known = {
         "handoff_id": _ids,
         "prompt_ids": st.lists(st.integers(0, 255) | _numbers, max_size=40),
@@ -79,7 +82,7 @@ def hostile_bodies(
         "outcome": st.sampled_from(["completed", "failed", "cancelled", "lost", ""]) | _text,
         "transfer_address": st.none() | st.just("127.0.0.1:1") | _text,
         RequestContext: st.builds(_context, _ids, _ids, _numbers),
-        Peer: st.builds(_peer, names, names, _lives),
+        Peer: st.builds(_peer, names, places, _lives),
         PoolRef: st.builds(_pool, names, _lives),
         KvLayout: st.just(msgspec.to_builtins(layout))
         | shape_of(msgspec.inspect.type_info(KvLayout)),
@@ -87,7 +90,7 @@ def hostile_bodies(
     }
     own_knowledge: Mapping[Any, Known] = {
         Tokens: {**known, "handoff_id": st.sampled_from(OWN) | _text},
-        Heartbeat: {**known, Peer: st.builds(_peer, names, names, st.just(9) | _text)},
+        Heartbeat: {**known, Peer: st.builds(_peer, names, places, st.just(9) | _text)},
     }
     return st.one_of(
         [bodies(message, own_knowledge.get(message, known)) for message in get_args(AnyMessage)]

@@ -326,6 +326,7 @@ class Cluster:
         self.channels = Channels()
         self.results: dict[str, Result] = {}
         self.gateway = Peer(instance="gateway-0", endpoint="gateway", incarnation="g")
+        self.beats = 0
         self.engines: dict[str, FakeEngine] = {}
         self.workers: dict[str, Scheduler[Any]] = {}
         self.inboxes: dict[str, BusInbox] = {}
@@ -434,6 +435,7 @@ class Cluster:
 
     def answer_beats(self, gateway: Peer | None = None) -> None:
         """The gateway answers a heartbeat of every worker."""
+        self.beats += 1
         for instance, worker in self.workers.items():
             now_ns = self.clock.monotonic_ns()
             self.channels.put(
@@ -441,7 +443,7 @@ class Cluster:
                 instance,
                 HeartbeatAck(
                     incarnation=worker.peer.incarnation,
-                    seq=0,
+                    seq=self.beats,
                     sent_ns=now_ns,
                     received_ns=now_ns,
                     answered_ns=now_ns,

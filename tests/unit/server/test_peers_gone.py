@@ -10,7 +10,7 @@ import pytest
 from pdtrace.stages import Mark, Outcome, Role
 from server.config import Deadlines, Settings
 from server.request import DecodeState, PrefillState
-from server.wire.messages import CopyJob, DecodeRequest, LegProbe, LegReport, Peer
+from server.wire.messages import AnyMessage, CopyJob, DecodeRequest, LegProbe, LegReport, Peer
 from tests.support.scheduler_bus import PAGE, Cluster
 
 MakeCluster = Callable[..., Cluster]
@@ -119,6 +119,26 @@ def test_late_request_of_a_gateway_that_was_replaced_is_refused(make_cluster: Ma
     for leg in LEGS:
         assert cluster.results[late].reason(leg) == "gateway_lost"
     cluster.gateway = OTHER_GATEWAY
+    whole(cluster)
+
+
+def test_late_answer_of_a_gateway_that_is_gone_does_not_retire_the_present_one(
+    make_cluster: MakeCluster,
+) -> None:
+    """A worker that had heard of none yet hears of the second one first."""
+    cluster = make_cluster(settings=settings())
+    late: list[AnyMessage] = []
+    cluster.answer_beats()
+    for leg in LEGS:
+        late += cluster.channels.waiting["gateway", leg]
+        cluster.channels.waiting["gateway", leg].clear()
+    cluster.answer_beats(OTHER_GATEWAY)
+    cluster.step()
+    for leg, message in zip(LEGS, late, strict=True):
+        cluster.channels.put("gateway", leg, message)
+    cluster.step()
+    cluster.gateway = OTHER_GATEWAY
+    cluster.answer_beats()
     whole(cluster)
 
 

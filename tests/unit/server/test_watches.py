@@ -65,7 +65,7 @@ def turn_until(watch: GatewayWatch, begin_s: float, end_s: float) -> list[tuple[
 
 def test_gateway_that_stops_answering_is_told_once() -> None:
     watch = GatewayWatch(dead_after_s=3.0)
-    watch.answered(peer("a"))
+    watch.answered(peer("a"), 1)
     assert turn_until(watch, 0, 20) == [(3.1, peer("a"))]
 
 
@@ -77,7 +77,7 @@ def test_gateway_that_never_answered_is_not_watched() -> None:
 
 def test_requests_of_a_gateway_show_that_it_lives() -> None:
     watch = GatewayWatch(dead_after_s=3.0)
-    watch.answered(peer("a"))
+    watch.answered(peer("a"), 1)
     for second in range(0, 20, 2):
         assert turn_until(watch, second, second + 2) == []
         watch.wrote(peer("a"))
@@ -86,21 +86,43 @@ def test_requests_of_a_gateway_show_that_it_lives() -> None:
 
 def test_gateway_that_comes_back_is_watched_again() -> None:
     watch = GatewayWatch(dead_after_s=3.0)
-    watch.answered(peer("a"))
+    watch.answered(peer("a"), 1)
     assert len(turn_until(watch, 0, 10)) == 1
-    assert watch.answered(peer("a")) is None
+    assert watch.answered(peer("a"), 2) is None
     assert turn_until(watch, 10, 20) == [(13.1, peer("a"))]
 
 
 def test_another_incarnation_replaces_a_gateway_and_late_answers_do_not_bring_it_back() -> None:
     watch = GatewayWatch(dead_after_s=3.0)
-    assert watch.answered(peer("a")) is None
-    assert watch.answered(peer("b")) == peer("a")
+    assert watch.answered(peer("a"), 1) is None
+    assert watch.answered(peer("b"), 3) == peer("a")
     assert watch.is_retired(peer("a"))
     assert not watch.is_retired(peer("b"))
-    assert watch.answered(peer("a")) is None
-    assert watch.answered(peer("b")) is None
-    assert watch.answered(peer("c")) == peer("b")
+    assert watch.answered(peer("a"), 2) is None
+    assert watch.answered(peer("b"), 4) is None
+    assert watch.answered(peer("c"), 5) == peer("b")
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_late_answer_of_one_that_nobody_had_heard_of_replaces_nobody(silent: bool) -> None:
+    """Or all that the present one sends would be refused, for as long as it lives."""
+    watch = GatewayWatch(dead_after_s=3.0)
+    if silent:
+        watch.answered(peer("a"), 1)
+        assert len(turn_until(watch, 0, 10)) == 1
+    assert watch.answered(peer("b"), 3) is None
+    assert watch.answered(peer("a"), 2) is None
+    assert not watch.is_retired(peer("b"))
+    assert turn_until(watch, 10, 20) == [(13.1, peer("b"))]
+
+
+def test_one_that_answers_while_its_successor_is_silent_takes_its_place_again() -> None:
+    watch = GatewayWatch(dead_after_s=3.0)
+    watch.answered(peer("a"), 1)
+    assert watch.answered(peer("b"), 2) == peer("a")
+    assert turn_until(watch, 0, 10) == [(3.1, peer("b"))]
+    assert watch.answered(peer("a"), 3) is None
+    assert not watch.is_retired(peer("a"))
 
 
 # -- the transfer process -------------------------------------------------------------------------

@@ -226,6 +226,27 @@ def test_sending_to_nobody_never_blocks_and_close_names_the_peer(
     assert f"5 messages for {endpoint} were not delivered" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *("", "ipc://", f"{IPC}/{'a' * 300}", f"{IPC}/\udcff", "tcp://127.0.0.1:x", "tcp://"),
+        *("tcp://[::1]:", "a\nsecond line " + "b" * 5000),
+    ],
+)
+def test_what_is_no_endpoint_is_refused_and_hurts_nobody(
+    endpoint: str, caplog: pytest.LogCaptureFixture, inbox: Inbox, outbox: Outbox
+) -> None:
+    """Peers say where they are to be reached: whatever they say must not end who answers them."""
+    assert not outbox.send(endpoint, drained("h"))
+    assert not outbox.is_lost(endpoint)
+    assert outbox.counters.refused[endpoint] == 1
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "\n" not in line
+    assert len(line) < 1000
+    assert outbox.send(inbox.endpoint, drained("h"))
+    assert inbox.get(30.0) is not None
+
+
 def test_refusals_are_remembered_of_so_many_endpoints_alone() -> None:
     """As those who never get a socket are never forgotten with it."""
     outbox = Outbox()
