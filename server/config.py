@@ -192,6 +192,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 raise StartError(f"{flag(name)} is not valid UTF-8")
         if self.api_key == "":
             raise StartError("--api-key is empty: leave it out, or give callers a key to send")
+        if self.api_key is not None and not _fits_header(self.api_key):
+            raise StartError(
+                "--api-key has spaces around it or control characters, which no header carries"
+            )
         if self.control == "tcp" and self.curve_keys is None:
             raise StartError(
                 "--control tcp needs --curve-keys: every user of this host could send messages"
@@ -237,6 +241,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rings_path(self) -> Path:
         return self.run_path / "rings"
+
+
+def _fits_header(key: str) -> bool:
+    return key == key.strip() and min(key) >= " " and "\x7f" not in key
 
 
 class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,6 +48,8 @@ def parse_faults(text: str, *, source: str) -> tuple[Fault, ...]:
         items = msgspec.json.decode(text.encode())
     except msgspec.DecodeError as error:
         raise StartError(f"{source}{_where(text, str(error))}") from error
+    except RecursionError as error:
+        raise StartError(f"{source}: nested too deeply") from error
     if isinstance(items, dict):
         items = [items]
     if not isinstance(items, list):

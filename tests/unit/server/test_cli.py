@@ -74,6 +74,8 @@ def test_help_says_how_to_slow_a_fake_model_and_where_stages_to_delay_are_listed
     ("option", "value", "expected"),
     [
         ("--prefill", "0", "--prefill is 0, expected at least 1"),
+        ("--api-key", "key ", "--api-key has spaces around it or control characters"),
+        ("--api-key", "k\nX: y", "--api-key has spaces around it or control characters"),
         ("--port", "70000", "--port is 70000, expected 0 to 65535"),
         ("--decode-pages", "1", "--decode-pages is 1, expected at least 2"),
         ("--gap-threshold-s", "0", "--gap-threshold-s is 0.0, expected more than 0"),

@@ -81,6 +81,7 @@ def test_names_say_what_is_hit() -> None:
         ('["é", }', r"f.json, line 1, column 7: JSON is malformed"),
         ("3", r"f.json: expected a list of faults, got a number"),
         ("null", r"f.json: expected a list of faults, got null"),
+        ("[" * 100_000, r"f.json: nested too deeply"),
         ("[3]", r"f.json: fault 1: Expected `object`, got `int`"),
         ('[{"message": "Handoff"}]', r"f.json: fault 1: Object missing required field `kind`"),
         (
