@@ -199,18 +199,22 @@ class _Assembly:
 
     def _draft_answer(self) -> None:
         """What the gateway still did after a request had failed: it waited for the legs to let go
-        and told the client. That ends in order, with COMPLETED."""
-        completed = self.evidence.first.get(Mark.COMPLETED)
-        last = self.evidence.last_attempt
-        plan = self.plans["gateway.finish"]
-        done = (
-            self.evidence.end.outcome == Outcome.COMPLETED or plan.name in self.drafts[last.number]
+        and told the client. That ends in order, with COMPLETED, or with the gateway."""
+        evidence, plan = self.evidence, self.plans["gateway.finish"]
+        completed, end, last = (
+            evidence.first.get(Mark.COMPLETED),
+            evidence.end,
+            evidence.last_attempt,
         )
-        if completed is None or done or self.evidence.gateway is None:
+        is_lost = completed is None and end.outcome == Outcome.LOST
+        done = end.outcome == Outcome.COMPLETED or plan.name in self.drafts[last.number]
+        if (completed is None and not is_lost) or done or evidence.gateway is None:
             return
         ends = [end_ns for number in self.drafts for end_ns in self._chain_ends(number)]
-        if ends and max(ends) < completed.t_ns:
-            self._draft(plan, last, completed.leg, max(ends), completed.t_ns)
+        if ends and max(ends) < end.t_ns:
+            draft = self._draft(plan, last, end.leg, max(ends), end.t_ns)
+            if is_lost:
+                draft.conclude(end, guilty=False)
 
     def _draft_news(self) -> None:
         """How long the gateway took to end an attempt that had failed elsewhere, and to begin the

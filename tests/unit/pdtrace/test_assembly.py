@@ -539,6 +539,31 @@ def test_gateway_that_died_before_it_marked_the_end_is_named_and_no_mark_is_miss
     assert report.outcomes == {"lost": 1}
 
 
+@pytest.mark.parametrize("by", [GATEWAY, DECODE])
+def test_gateway_that_dies_behind_its_requests_failure_had_still_to_tell_the_client(
+    by: Role,
+) -> None:
+    """It had cancelled the request, or had not heard yet that decode gave it up."""
+    instance = f"{by}-0"
+    gives_up = aborted(by, 15_500, "cancelled", "client_disconnected", instance)
+    stops = aborted(DECODE, 16_000, "cancelled", "client_disconnected", instance)
+    moments = [*until(pd_moments(), 15_000), gives_up, *([stops] if by is GATEWAY else [])]
+    spans = assemble(request_of(moments, lost={GATEWAY: 24_000}))
+    finish = named(spans, "gateway.finish")
+    assert (finish.attributes[a.OUTCOME.key], finish.attributes[a.OUTCOME_BY.key]) == (
+        "lost",
+        "gateway-0",
+    )
+    assert (
+        finish.attributes[a.BEGIN_NS.key]
+        == named(spans, "decode.generate").attributes[a.END_NS.key]
+    )
+    assert finish.attributes[a.END_NS.key] == START_NS + 24_000 * US
+    assert build_timeline(Trace(trace_id=spans[0].trace_id, spans=tuple(spans))).unexplained_ns == 0
+    report = check_recording(recording_of(spans))
+    assert {rule.name for rule in report.rules if rule.broken} == {"lost"}
+
+
 def test_retry_is_a_second_attempt_linked_to_the_first() -> None:
     first = request_of([*until(pd_moments(), 5_000)])
     second = request_of(

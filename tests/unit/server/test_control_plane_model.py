@@ -14,6 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -31,6 +32,7 @@ from server.scheduler import Scheduler
 from tests.support.whole_server import GATEWAY, Process, WholeServer, scarce_settings
 
 EXAMPLES = int(os.environ.get("PDTRACE_MODEL_EXAMPLES", "60"))
+pytestmark = pytest.mark.timeout(0 if "PDTRACE_MODEL_EXAMPLES" in os.environ else 900)
 STEPS = 30
 LONG_S = 40.0
 """Longer than all deadlines that may follow each other."""

@@ -29,6 +29,7 @@ from tests.support.wire_shapes import frame_of
 
 EXAMPLES = int(os.environ.get("PDTRACE_MODEL_EXAMPLES", "40"))
 """The same variable as of the model test searches longer."""
+pytestmark = pytest.mark.timeout(0 if "PDTRACE_MODEL_EXAMPLES" in os.environ else 900)
 SHAPES = {
     "pd": scarce_settings(),
     "pd, early": scarce_settings(first_token="prefill"),
