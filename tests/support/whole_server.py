@@ -491,11 +491,19 @@ class WholeServer:
 
     # -- requests -----------------------------------------------------------------------------
 
-    def ask(self, prompt: Sequence[int], max_tokens: int, *, stream: bool) -> Client:
-        """A client's request. Fails without a gateway."""
+    def ask(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        stream: bool,
+        request_id: str | None = None,
+    ) -> Client:
+        """A client's request, by default under an id of its own. Fails without a gateway."""
         gateway = self.gateway
         assert gateway is not None
         client = Client(len(self.clients), prompt, max_tokens, stream=stream)
+        client.request_id = request_id or client.request_id
         client.begun_ns = self.clock.monotonic_ns()
         self.clients.append(client)
         client.task = self.loop.create_task(self._serve(gateway, client))
