@@ -24,6 +24,7 @@ import msgspec
 from server.config import ProcessConfig
 from server.engine.errors import ModelError
 from server.errors import StartError
+from server.log_fields import OneLine
 
 AGENT = "agent"
 ROLE_MODULES: Mapping[str, str] = {
@@ -71,11 +72,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("--parent", type=int, help="pid of the launcher: die when it dies")
     options = parser.parse_args(arguments)
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    log = logging.StreamHandler(sys.stderr)
+    log.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[log])
     try:
         config = load_config(options.config)
         if options.parent is not None:

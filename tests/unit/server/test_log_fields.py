@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.log_fields import MAX_CHARS, logged
+from server.log_fields import MAX_CHARS, MAX_LINE_CHARS, OneLine, logged
 
 
 @pytest.mark.parametrize(
@@ -43,3 +46,29 @@ def test_any_value_is_one_field_of_one_printable_line(value: str) -> None:
     field, _, rest = re.sub(r'"(\\.|[^"\\])*"', "X", line).partition(" ")
     assert "=" not in field.removeprefix("request_id=")
     assert rest == "outcome=completed"
+
+
+def line_of(message: str, *arguments: object, exc_info: Any = None) -> str:
+    record = logging.LogRecord("m", logging.INFO, "", 0, message, arguments, exc_info)
+    return OneLine("%(levelname)s %(name)s: %(message)s").format(record)
+
+
+@given(st.text(max_size=400))
+def test_any_message_is_one_printable_line(text: str) -> None:
+    """Other processes' words, which nobody has thought of: reasons, handoffs, paths."""
+    line = line_of("pool of %s cannot be mapped", text)
+    assert line.isprintable()
+    assert len(line.splitlines()) == 1
+    if text.isprintable():
+        assert line == f"INFO m: pool of {text} cannot be mapped"
+
+
+def test_long_message_is_cut_and_a_traceback_is_not() -> None:
+    assert len(line_of("%s", "x\n" * 1_000_000)) < 3 * MAX_LINE_CHARS
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        lines = line_of("failed\nbadly", exc_info=sys.exc_info()).splitlines()
+    assert lines[0] == "INFO m: failed\\nbadly"
+    assert lines[1].startswith("Traceback")
+    assert lines[-2:] == ["ValueError: two", "lines"]
