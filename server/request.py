@@ -35,6 +35,7 @@ from server.said import Said
 from server.wire.messages import Peer
 
 NS_PER_S = 1_000_000_000
+MAX_ENDING_CHARS = 1000
 
 
 class PrefillState(StrEnum):
@@ -197,12 +198,21 @@ class IllegalTransition(IntegrityError):  # noqa: N818 -- the name is the field'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a leg ended. `reason` is a stable code, `message` a sentence without request content."""
+    """How a leg ended. `reason` is a stable code, `message` a sentence without request content.
+
+    Its texts may be another process's and are sent on with more: they are cut when long.
+    """
 
     outcome: Outcome
     reason: str
     message: str
     by: str
+
+    def __post_init__(self) -> None:
+        for name in ("reason", "message", "by"):
+            text: str = getattr(self, name)
+            if len(text) > MAX_ENDING_CHARS:
+                object.__setattr__(self, name, f"{text[:MAX_ENDING_CHARS]}…")
 
 
 StateT = TypeVar("StateT", PrefillState, DecodeState, ColocatedState)

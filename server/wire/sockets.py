@@ -397,9 +397,9 @@ class Outbox:
 
     A socket per endpoint opens on first use; messages queue while the first connection is being
     made. `send` is False, and the message is dropped and counted, when the peer's queue is full
-    or the connection is lost and not yet made again, and when `endpoint` is on another host and
-    there are no keys. True means queued, not delivered: a peer may
-    die with messages in its queue, which deadlines must cover.
+    or the connection is lost and not yet made again, when the message is too large, and when
+    `endpoint` is none, or on another host and there are no keys. True means queued, not delivered:
+    a peer may die with messages in its queue, which deadlines must cover.
 
     Peers come and go, each at an endpoint of its own: with OUTBOX_UNCONNECTED sockets that are not
     connected, the one that was not used for longest is closed before another is opened.
@@ -421,10 +421,13 @@ class Outbox:
         self._owner: int | None = None
 
     def send(self, endpoint: str, message: AnyMessage) -> bool:
-        """Queue `message` for `endpoint`. Raises WireError when it is too large to be sent and
-        RuntimeError from a thread other than the first user's."""
+        """Queue `message` for `endpoint`. Raises RuntimeError from a thread other than the first
+        user's."""
         self._require_owner()
-        frame = encode(message)
+        try:
+            frame = encode(message)
+        except WireError as error:  # a peer's words, and a little more
+            return self._refuse(endpoint, str(error))
         peer = self._peers.get(endpoint)
         if peer is None:
             refusal = endpoint_refusal(endpoint, self._keys)
@@ -521,7 +524,7 @@ class Outbox:
             peer = self._peers.get(endpoint)
             # A lost peer is everyday business (a stop, a restart); all else is not.
             named = logged(endpoint)
-            if peer is None:
+            if why or peer is None:
                 _logger.error("message for %s refused: %s", named, why)
             elif peer.denied:
                 _logger.error("message for %s refused: its keys and ours do not fit", named)

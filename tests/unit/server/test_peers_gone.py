@@ -9,8 +9,17 @@ import pytest
 
 from pdtrace.stages import Mark, Outcome, Role
 from server.config import Deadlines, Settings
-from server.request import DecodeState, PrefillState
-from server.wire.messages import AnyMessage, CopyJob, DecodeRequest, LegProbe, LegReport, Peer
+from server.request import MAX_ENDING_CHARS, DecodeState, PrefillState
+from server.wire.messages import (
+    MAX_MESSAGE_BYTES,
+    Abort,
+    AnyMessage,
+    CopyJob,
+    DecodeRequest,
+    LegProbe,
+    LegReport,
+    Peer,
+)
 from tests.support.scheduler_bus import PAGE, Cluster
 
 MakeCluster = Callable[..., Cluster]
@@ -155,6 +164,26 @@ def test_worker_that_stood_still_itself_does_not_take_the_gateway_for_dead(
     cluster.answer_beats()
     cluster.settle()
     assert cluster.results[handoff_id].outcome("decode-0") == "completed"
+
+
+def test_words_of_another_leg_that_fill_a_message_reach_the_gateway_cut(
+    make_cluster: MakeCluster,
+) -> None:
+    """What is sent on says a little more than what came: it must still fit."""
+    cluster = make_cluster(settings=settings())
+    handoff_id = cluster.submit(prompt(6), faults={"decode.queue": 40_000})
+    cluster.run_for(100)
+    words = "x" * (MAX_MESSAGE_BYTES - 200)
+    cluster.channels.put(
+        "prefill-0",
+        "decode-0",
+        Abort(handoff_id=handoff_id, outcome="failed", reason="r", message=words, by="prefill-0"),
+    )
+    cluster.settle()
+    (closed,) = cluster.results[handoff_id].closed["decode-0"]
+    assert (closed.outcome, closed.reason, closed.by) == ("failed", "r", "prefill-0")
+    assert closed.message == words[:MAX_ENDING_CHARS] + "…"
+    whole(cluster)
 
 
 # -- the transfer process -------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from server.wire.messages import (
     CopiesDrained,
     CopyFailed,
     Peer,
-    WireError,
     encode,
 )
 from server.wire.sockets import (
@@ -166,12 +165,23 @@ def test_a_frame_beyond_the_limit_is_cut_off_by_the_socket(inbox: Inbox, outbox:
     assert inbox.get(30.0) is not None
 
 
-def test_a_message_beyond_the_limit_is_refused_at_the_sender(outbox: Outbox, inbox: Inbox) -> None:
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_message_beyond_the_limit_is_refused_at_the_sender(
+    outbox: Outbox, inbox: Inbox, caplog: pytest.LogCaptureFixture, connected: bool
+) -> None:
+    """It does not raise: a worker that tells on what a peer has said must go on."""
+    if connected:
+        assert outbox.send(inbox.endpoint, drained("h"))
+        assert inbox.get(30.0) is not None
     huge = CopyFailed(
         handoff_id="h", index=0, reason="x", message="x" * (MAX_MESSAGE_BYTES + 1), settled=True
     )
-    with pytest.raises(WireError, match="limit"):
-        outbox.send(inbox.endpoint, huge)
+    assert not outbox.send(inbox.endpoint, huge)
+    assert outbox.counters.refused[inbox.endpoint] == 1
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"the limit is {MAX_MESSAGE_BYTES}" in line
+    assert outbox.send(inbox.endpoint, drained("h"))
+    assert inbox.get(30.0) is not None
 
 
 def test_bytes_that_are_no_zeromq_do_not_disturb_an_inbox(sock_dir: Path, outbox: Outbox) -> None:
