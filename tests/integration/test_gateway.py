@@ -68,7 +68,7 @@ async def test_chat_stream_names_the_role_then_text_then_reason_then_usage(tmp_p
 @pytest.mark.parametrize("last", [True, False])
 async def test_usage_so_far_is_in_every_chunk_when_asked_for(tmp_path: Path, last: bool) -> None:
     options = {"include_usage": last, "continuous_usage_stats": True}
-    async with gateway_under_test(tmp_path, decode_script=speak("abc", gap_s=0.02)) as g:
+    async with gateway_under_test(tmp_path, decode_script=speak("abc", gap_s=0.2)) as g:
         for ask in (g.chat, g.complete):
             events = events_of((await ask(stream=True, stream_options=options)).text)[:-1]
             usages = [event["usage"] for event in events]

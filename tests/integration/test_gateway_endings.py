@@ -99,7 +99,7 @@ async def test_dead_worker_fails_its_requests_and_no_others(tmp_path: Path, how:
         tmp_path,
         decode=2,
         decode_script=endless(gap_s=0.02),
-        dead_after_s=0.4,
+        dead_after_s=1.0,
         policy="round_robin",
     ) as g:
         tasks = [asyncio.create_task(g.complete(stream=True)) for _ in range(2)]
@@ -125,7 +125,7 @@ async def test_worker_that_comes_back_is_told_to_stop_what_it_was_given_up_for(
     tmp_path: Path,
 ) -> None:
     async with gateway_under_test(
-        tmp_path, decode_script=endless(gap_s=0.02), dead_after_s=0.4, max_retries=0
+        tmp_path, decode_script=endless(gap_s=0.02), dead_after_s=1.0, max_retries=0
     ) as g:
         request = asyncio.create_task(g.complete())
         await g.dispatched()

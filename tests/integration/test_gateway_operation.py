@@ -157,8 +157,25 @@ async def test_draining_worker_gets_no_more_requests(tmp_path: Path) -> None:
 
 
 async def test_metrics_count_what_happened(tmp_path: Path) -> None:
-    async with gateway_under_test(tmp_path, decode_script=speak("Hello!", gap_s=0.02)) as g:
-        await g.complete(stream=True, headers={"X-Request-Id": "not-a-label"})
+    read = asyncio.Semaphore(0)
+
+    async def in_turn(leg: LegDouble) -> None:
+        """Each token once the client has the one before it: none shares a write with another."""
+        for count, byte in enumerate(b"Hello!", 1):
+            leg.say(bytes([byte]), finish="stop" if count == 6 else None)
+            await read.acquire()
+        leg.close()
+
+    body = {"model": "fake", "prompt": "hi", "stream": True}
+    headers = {"X-Request-Id": "not-a-label"}
+    async with gateway_under_test(tmp_path, decode_script=in_turn) as g:
+        async with g.client.stream(
+            "POST", "/v1/completions", json=body, headers=headers
+        ) as response:
+            async for line in response.aiter_lines():
+                if line:
+                    read.release()
+        g.decode.script = speak("Hello!")
         await g.chat()
         await g.complete(n=0)
         plain = await g.client.get("/metrics")
@@ -249,7 +266,7 @@ async def test_shutdown_lets_short_requests_finish_and_ends_long_ones_cleanly(
     async def short_or_endless(leg: LegDouble) -> None:
         request = leg.request
         assert isinstance(request, DecodeRequest)
-        script = speak("ab", gap_s=0.2) if request.max_tokens == 2 else endless(gap_s=0.02)
+        script = speak("ab", gap_s=0.3) if request.max_tokens == 2 else endless(gap_s=0.02)
         await script(leg)
 
     async with gateway_under_test(tmp_path, decode_script=short_or_endless) as g:
@@ -257,7 +274,7 @@ async def test_shutdown_lets_short_requests_finish_and_ends_long_ones_cleanly(
         cut = asyncio.create_task(g.complete(stream=True, max_tokens=50))
         whole = asyncio.create_task(g.complete(max_tokens=51))
         await g.decode.until(lambda worker: len(worker.requests) == 3)
-        stopping = asyncio.create_task(g.gateway.shutdown(0.8))
+        stopping = asyncio.create_task(g.gateway.shutdown(3.0))
         await asyncio.sleep(0.05)
         ready, refused = await g.client.get("/ready"), await g.complete()
         await stopping

@@ -201,7 +201,7 @@ async def test_late_tokens_of_the_first_attempt_are_nobodys(tmp_path: Path) -> N
 
 
 async def test_attempt_after_a_death_waits_for_the_successor(tmp_path: Path) -> None:
-    async with gateway_under_test(tmp_path, decode_script=silent, dead_after_s=0.4) as g:
+    async with gateway_under_test(tmp_path, decode_script=silent, dead_after_s=1.0) as g:
         request = asyncio.create_task(g.complete(stream=True))
         await g.dispatched()
         g.decode.beats = False
@@ -228,7 +228,7 @@ async def test_restart_is_noticed_and_tried_again_at_once(tmp_path: Path) -> Non
 
 
 async def test_waits_of_all_attempts_share_one_deadline(tmp_path: Path) -> None:
-    deadlines = Deadlines(drain_s=1.0, gateway_queue_s=4.0)
+    deadlines = Deadlines(drain_s=1.0, gateway_queue_s=8.0)
     async with gateway_under_test(
         tmp_path, decode_script=silent, dead_after_s=1.0, max_concurrency=1, deadlines=deadlines
     ) as g:
@@ -252,10 +252,10 @@ async def test_waits_of_all_attempts_share_one_deadline(tmp_path: Path) -> None:
 
 async def test_request_deadline_holds_for_all_attempts_together(tmp_path: Path) -> None:
     async def breaks_late(leg: LegDouble) -> None:
-        await asyncio.sleep(1.8)
+        await asyncio.sleep(3.2)
         leg.close(Outcome.FAILED, reason="checksum_mismatch")
 
-    deadlines = Deadlines(drain_s=0.5, request_s=3.0)
+    deadlines = Deadlines(drain_s=0.5, request_s=6.0)
     async with gateway_under_test(
         tmp_path, decode_script=breaks_late, deadlines=deadlines, max_retries=5
     ) as g:
@@ -371,7 +371,7 @@ async def test_client_that_leaves_while_an_attempt_waits_for_workers_is_let_go(
     tmp_path: Path,
 ) -> None:
     async with gateway_under_test(
-        tmp_path, decode_script=silent, dead_after_s=0.4, max_concurrency=1
+        tmp_path, decode_script=silent, dead_after_s=1.0, max_concurrency=1
     ) as g:
         request = asyncio.create_task(g.complete(headers={"X-Request-Id": "again"}))
         await g.dispatched()
