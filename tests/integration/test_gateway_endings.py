@@ -23,6 +23,7 @@ from tests.support.gateway_doubles import (
     speak,
     text_of,
 )
+from tests.support.slowness import is_of_the_machine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 
@@ -258,4 +259,5 @@ async def test_fifty_closed_streams_leave_no_noise(
         cancelled = {cancel.handoff_id for cancel in g.decode.cancels}
     assert outcomes == [Outcome.CANCELLED] * 50
     assert len(cancelled) == 50
-    assert caplog.records == []
+    said = [record.getMessage() for record in caplog.records]
+    assert [line for line in said if not is_of_the_machine(line)] == []

@@ -29,6 +29,7 @@ from tests.integration.conftest import FAST_FAKE
 from tests.support.completions import Ask, ask
 from tests.support.recorded import in_flight, is_root, recorded, spans_of, wait_for
 from tests.support.server import RunningServer, running_server
+from tests.support.slowness import is_of_the_machine
 
 pytestmark = pytest.mark.server
 
@@ -214,6 +215,7 @@ def test_fifty_streams_that_are_closed_leave_no_noise_and_one_end_each(
             line
             for line in text.splitlines()
             if re.search(r"Traceback|ERROR|WARNING|[Ff]ailed to detach|never retrieved", line)
+            and not is_of_the_machine(line)
         ]
         assert bad == [], instance
     assert (tmp_path / "run.stderr").read_text() == f"stopped; recorded in {tmp_path / 'run'}\n"
