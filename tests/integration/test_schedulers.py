@@ -92,13 +92,13 @@ def test_client_that_leaves_frees_both_legs_wherever_the_request_is(
 
 def test_request_too_large_for_decode_is_refused_at_once_on_both_legs(pd: Processes) -> None:
     handoff_id = pd.submit(prompt(20), max_tokens=1000)
-    pd.wait_closed(handoff_id, timeout_s=5)
+    pd.wait_closed(handoff_id)
     closed = pd.answers[handoff_id].closed
     assert {(leg.outcome, leg.reason) for leg in closed.values()} == {("rejected", "kv_capacity")}
 
 
 def test_transfer_that_hangs_times_out_and_serving_goes_on_when_it_wakes(tmp_path: Path) -> None:
-    deadlines = {"transfer_s": 0.5, "await_kv_s": 0.8, "drain_s": 0.4}
+    deadlines = {"transfer_s": 3.0, "await_kv_s": 6.0, "drain_s": 1.0}
     with running_processes(tmp_path, deadlines=deadlines) as processes:
         processes.wait_closed(processes.submit(prompt(3)))  # the pools are registered
         processes.send_signal("transfer-0", signal.SIGSTOP)
@@ -132,7 +132,7 @@ def test_requests_wait_for_a_transfer_process_that_comes_last(tmp_path: Path) ->
 
 
 def test_sigterm_answers_requests_in_flight_and_exits_cleanly(tmp_path: Path) -> None:
-    with running_processes(tmp_path, deadlines={"stop_s": 3.0}) as processes:
+    with running_processes(tmp_path, deadlines={"stop_s": 6.0}) as processes:
         quick = processes.submit(prompt(9), max_tokens=200)
         stuck = processes.submit(prompt(9), faults={"decode.queue": 50_000})
         processes.wait_until(lambda: len(processes.answers[quick].token_at) > 2)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tests.support.server import ROOT, RunningServer, is_running, running_server
 pytestmark = pytest.mark.server
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -178,6 +179,17 @@ def test_process_that_found_no_room_for_a_ring_is_named_until_it_has_one(tmp_pat
     assert re.search(r"decode-0 \(pid \d+\) serves without being recorded", server.stderr)
 
 
+def is_seen_dead(server: RunningServer) -> bool:
+    """Whether there is no agent now; else kills the one that there is. The second in a row is
+    followed in a second, which a look may miss, the third in two."""
+    agent = server.process_of("agent")
+    if agent["state"] == "ended":
+        return True
+    with suppress(ProcessLookupError):  # it is gone, and the launcher has not said so yet
+        os.kill(int(agent["pid"]), signal.SIGKILL)
+    return False
+
+
 @pytest.mark.parametrize("option", ["--agent-port=0", "--agent-port=-1"])
 def test_server_that_is_stopped_while_its_agent_is_dead_exports_all_the_same(
     tmp_path: Path, option: str
@@ -186,8 +198,7 @@ def test_server_that_is_stopped_while_its_agent_is_dead_exports_all_the_same(
         assert ask(server, Ask(request_id="before")).status == 200
         first = server.send_signal("agent", signal.SIGKILL)
         assert wait_until(lambda: server.pid("agent") != first)
-        server.send_signal("agent", signal.SIGKILL)  # the second in a row: the next takes a second
-        assert wait_until(lambda: server.process_of("agent")["state"] == "ended")
+        assert wait_until(lambda: is_seen_dead(server))
         assert ask(server, Ask(request_id="without-agent")).status == 200
         assert server.stop() == 0
     found = {t.request_id for t in build_timelines(read_source(tmp_path / "run").traces)}
@@ -209,7 +220,7 @@ def test_agent_tells_what_is_in_flight(tmp_path: Path) -> None:
     options = ("--allow-faults", "--decode-pages", "64")
     with running_server(tmp_path / "run", *options) as server, ThreadPoolExecutor() as pool:
         assert wait_until(lambda: in_flight(server) == [])
-        asked = Ask(request_id="held", faults={"decode.reserve": 4000})
+        asked = Ask(request_id="held", faults={"decode.reserve": 8000})
         answer = pool.submit(ask, server, asked)
         seen: list[dict[str, Any]] = []
 
@@ -272,8 +283,11 @@ def test_a_second_signal_stops_at_once_and_keeps_what_was_recorded(tmp_path: Pat
             assert wait_until(lambda: client.get("/ready").status_code == 503)
             second = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(timeout=30) == 0
+            with suppress(httpx.HTTPError):  # it is cut off
+                for _ in lines:
+                    pass
             assert time.monotonic() - second < server.state["settings"]["deadlines"]["drain_s"]
+            assert server.process.wait(timeout=60) == 0
         assert not [pid for pid in server.pids if is_running(pid)]
     (timeline,) = [
         t
