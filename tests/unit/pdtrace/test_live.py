@@ -308,7 +308,7 @@ def worker(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_stopped_process_is_stalled_and_its_request_stays_in_view(
     worker: subprocess.Popen[str], looks: RingLooks
 ) -> None:
-    assert by_name(looks.look())["decode-0"].state is ProcessState.ALIVE
+    wait_for(lambda: by_name(looks.look())["decode-0"].state is ProcessState.ALIVE)
     os.kill(worker.pid, signal.SIGSTOP)
     wait_for(lambda: by_name(looks.look())["decode-0"].state is ProcessState.STALLED)
     look = looks.look()

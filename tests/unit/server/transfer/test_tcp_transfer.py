@@ -250,7 +250,7 @@ def test_addresses_that_lead_nowhere_fail_the_copy(
 
 
 def test_a_host_that_does_not_answer_stops_nobody_else(tmp_path: Path) -> None:
-    harness = TcpHarness(tmp_path, copy_timeout_s=1.5, num_pages=BIG_PAGES)
+    harness = TcpHarness(tmp_path, copy_timeout_s=5.0, num_pages=BIG_PAGES)
     source, destination = big_pools(harness)
     ends = Ends(harness)
     real = harness.address
@@ -462,7 +462,7 @@ def test_a_peer_that_speaks_something_else_is_disconnected(
 def test_a_sender_that_stalls_in_a_copy_is_disconnected_an_idle_one_is_not(
     tmp_path: Path,
 ) -> None:
-    harness = TcpHarness(tmp_path, copy_timeout_s=0.2)
+    harness = TcpHarness(tmp_path, copy_timeout_s=1.0)
     destination = harness.add_pool("destination")
     stalled, idle = TcpClient(harness).greet(), TcpClient(harness).greet()
     stalled.send(header_for(destination, (0,)) + b"x")
