@@ -227,8 +227,8 @@ def test_time_to_first_token_has_the_queue_in_it(server: RunningServer) -> None:
     clients_s = statistics.median(answer.ttft_s for answer in answers)
     ids = [answer.request_id for answer in answers]
     servers_s = statistics.median(measured_ttft_s(server, *ids))
-    quickest_s = min(answer.ttft_s for answer in answers)
-    assert clients_s > 3 * quickest_s, "they did not queue"
+    # Three others had the median's place before it, and some clients begin later than others.
+    assert clients_s > 3 * HELD_MS / 1000, "they did not queue"
     assert servers_s == pytest.approx(clients_s, rel=0.1)
 
     def below(samples: list[Sample]) -> dict[float, float]:
