@@ -40,6 +40,8 @@ from tests.support.server import ROOT, RunningServer
 STOP_S = 120.0
 MARGIN_S = 30.0
 """How much longer than its last deadline a request, or a page, may take on a busy machine."""
+RECOVERY_S = 60.0
+"""How long after the end of all faults clients wait for an answer behind the last one."""
 PROGRESS_S = 5.0
 OF_CLOCKS = frozenset({"clock", "marks", "durations", "order", "bounds", "unexplained"})
 """Rules of `pdtrace check` that compare times."""
@@ -88,6 +90,7 @@ def run_soak(scenario: Scenario, say: Callable[[str], None]) -> Report:
             culprit = Culprit(run_dir, load.tell)
             made = _make_mischief(scenario, load, culprit, say)
             say("no more faults; waiting for the last answers")
+            _await_recovery(load, made)
             load.finish(scenario.stuck_s + MARGIN_S)
         ended = load.ended
         not_idle: list[str] = []
@@ -164,6 +167,17 @@ def _make_mischief(
     finally:
         culprit.stop()
     return made
+
+
+def _await_recovery(load: _Load, made: Sequence[tuple[float, Mischief]]) -> None:
+    """Let clients go on asking until one has an answer behind the last fault: a process that died
+    again and again comes back the later, and later still on a slow machine."""
+    end_s = time.monotonic() + RECOVERY_S
+    while made and load.is_running and time.monotonic() < end_s:
+        at_s, mischief = made[-1]
+        if _with_recovery(at_s, mischief, list(load.ended)).recovery_s is not None:
+            return
+        time.sleep(0.1)
 
 
 def _progress(
