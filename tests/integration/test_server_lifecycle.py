@@ -39,7 +39,8 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
 def in_flight(server: RunningServer) -> list[dict[str, Any]] | None:
     """What the agent says is in flight; None while it does not answer."""
     try:
-        answer = httpx.get(f"{server.state['agent_url']}/inflight", trust_env=False)
+        url = f"{server.state['agent_url']}/inflight"
+        answer = httpx.get(url, timeout=60.0, trust_env=False)
     except httpx.TransportError:
         return None
     return answer.json()["requests"]

@@ -213,7 +213,8 @@ def test_process_told_to_stop_drains_exits_with_0_and_is_replaced(
 
 
 def requests_in_flight(server: RunningServer) -> list[dict[str, Any]]:
-    answer = httpx.get(f"{server.state['agent_url']}/inflight", trust_env=False)
+    url = f"{server.state['agent_url']}/inflight"
+    answer = httpx.get(url, timeout=60.0, trust_env=False)
     return answer.json()["requests"]
 
 
@@ -236,15 +237,21 @@ def test_hung_worker_is_reported_left_alone_and_used_again(
 ) -> None:
     wanted = Ask(prompt="hang", max_tokens=LONG, stream=True, request_id="hung")
     with ThreadPoolExecutor() as pool, server.client() as client:
+        before = num_gaps(client)
         answer = pool.submit(ends_properly, server, wanted)
         holder = held_on(server, "hung")
+        # A request of which its client has nothing yet would be tried again.
+        wait_for(lambda: num_gaps(client) > before, "tokens that have reached the client")
+
+        def report() -> dict[str, Any]:
+            processes = client.get("/health").json()["processes"]
+            return next(p for p in processes if p["instance"] == holder)
+
         pid = server.send_signal(holder, signal.SIGSTOP)
         try:
-            wait_for(lambda: client.get("/health").status_code == 503, "an unhealthy server")
-            (hung,) = [
-                p for p in client.get("/health").json()["processes"] if p["instance"] == holder
-            ]
-            assert hung["state"] in {"dead", "stalled"}
+            wait_for(lambda: report()["state"] in {"dead", "stalled"}, "an unhealthy worker")
+            assert client.get("/health").status_code == 503
+            hung = report()
             assert hung["last_progress_age_s"] > server.state["settings"]["dead_after_s"]
             assert hung["reason"]
             wait_for(lambda: server.process_of(holder)["state"] == "stopped", "its state")
@@ -266,7 +273,14 @@ def test_hung_worker_is_reported_left_alone_and_used_again(
 
     wait_for(is_used, f"{holder} being used again")
     assert f"{holder} (pid {pid}) is stopped by a signal" in server.stderr
-    assert f"{holder} (pid {pid}) continues" in server.stderr
+    wait_for(lambda: f"{holder} (pid {pid}) continues" in server.stderr, "the launcher's word")
+
+
+def num_gaps(client: httpx.Client) -> float:
+    """Gaps between writes to streams, those that have not ended among them."""
+    lines = client.get("/metrics").text.splitlines()
+    name = "pd_inter_token_gap_seconds_count"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 def named(request: Ask, name: str) -> Ask:

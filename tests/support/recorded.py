@@ -74,8 +74,7 @@ def spans_of(server: RunningServer, request_id: str) -> list[Span]:
 
 def in_flight(server: RunningServer, request_id: str) -> dict[str, Any] | None:
     """What the agent says of a request that has not finished."""
-    answer = httpx.get(
-        f"{server.state['agent_url']}/inflight", params={"id": request_id}, trust_env=False
-    )
+    url = f"{server.state['agent_url']}/inflight"
+    answer = httpx.get(url, params={"id": request_id}, timeout=WAIT_S, trust_env=False)
     answer.raise_for_status()
     return next(iter(answer.json()["requests"]), None)
