@@ -60,6 +60,14 @@ def aborts(processes: Processes, instance: str) -> dict[str, MarkRecord]:
     return found
 
 
+def num_computed(processes: Processes) -> int:
+    """Prompts that prefill has computed so far."""
+    (path,) = processes.settings.rings_path.glob("prefill-0-*.ring")
+    with RingReader(path) as reader:
+        records = reader.read(limit=10**9)
+    return sum(isinstance(r, MarkRecord) and r.mark is Mark.PREFILL_FINISHED for r in records)
+
+
 def check_recovered(processes: Processes) -> None:
     """Nothing is held, and requests are served."""
     asked = [processes.submit(prompt(20, first=i), max_tokens=8) for i in range(5)]
@@ -118,8 +126,10 @@ def test_requests_of_a_gateway_that_answers_no_more_end_as_lost(processes: Proce
 def test_transfer_process_that_is_killed_and_started_anew_costs_what_had_copies_open(
     processes: Processes,
 ) -> None:
+    computed = num_computed(processes)
     processes.send_signal("transfer-0", signal.SIGSTOP)
     lost = [processes.submit(prompt(30, first=i)) for i in range(3)]
+    processes.wait_until(lambda: num_computed(processes) == computed + len(lost), GENEROUS_S)
     processes.listen(1.0)  # their copy jobs are with the transfer process
     processes.send_signal("transfer-0", signal.SIGKILL)
     assert processes.wait_exit("transfer-0") == -signal.SIGKILL
