@@ -27,7 +27,7 @@ from tests.support.slowness import is_of_the_machine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 
-SHORT = Deadlines(drain_s=0.5, request_s=0.6)
+SHORT = Deadlines(drain_s=1.5, request_s=1.5)
 
 
 @pytest.fixture

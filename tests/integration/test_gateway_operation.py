@@ -32,8 +32,6 @@ from tests.support.gateway_doubles import (
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 
-SHORT = Deadlines(drain_s=0.5, request_s=0.6)
-
 
 @pytest.fixture
 def anyio_backend() -> str:
