@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,12 @@ class AlertWatch:
     def of(self, name: str, **labels: str) -> list[Life]:
         """The alerts of this name that have these labels, among others."""
         return [life for life in list(self.lives.values()) if life.is_about(name, labels)]
+
+    def begun(self) -> Counter[frozenset[tuple[str, str]]]:
+        """How often each alert has begun to fire, by its labels; those that never did are left
+        out."""
+        times = {key: life.states.count("firing") for key, life in list(self.lives.items())}
+        return +Counter(times)
 
     def has_been(self, state: str, name: str, **labels: str) -> bool:
         return any(state in life.states for life in self.of(name, **labels))
