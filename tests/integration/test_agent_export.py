@@ -368,7 +368,7 @@ def test_metrics_count_requests_whatever_is_exported(tmp_path: Path, sampler: st
             url = json.loads((tmp_path / "agent.json").read_text())["url"]
 
             def completed() -> float:
-                text = httpx.get(f"{url}/metrics", trust_env=False).text
+                text = httpx.get(f"{url}/metrics", timeout=60.0, trust_env=False).text
                 lines = [
                     line
                     for line in text.splitlines()

@@ -315,6 +315,7 @@ def test_sampler_keeps_what_nobody_asks_for_by_each_of_its_policies(traffic: Tra
         f"{traffic.stack.otlp}/v1/traces",
         content=serialize_request([*spans, caller]),
         headers={"Content-Type": "application/x-protobuf"},
+        timeout=60.0,
         trust_env=False,
     )
     assert sent.status_code == 200, sent.text

@@ -53,7 +53,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + _START_S
     while True:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/-/ready", trust_env=False).status_code == 200:
+            if httpx.get(f"{url}/-/ready", timeout=30.0, trust_env=False).status_code == 200:
                 return
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
