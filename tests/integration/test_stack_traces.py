@@ -530,9 +530,10 @@ def test_failed_cancelled_retried_and_lost_requests_are_kept(traffic: Traffic) -
     assert root("late")["pd.ttft"] > DEFAULT_SLO.ttft_s
 
     # A worker is killed with a request that streams: nobody can answer for it.
+    endless = {"max_tokens": 4000, "ignore_eos": True, "stream": True}
     with server.client() as client, client.stream(
         "POST", "/v1/completions",
-        json={"model": server.model, "prompt": "one two", "max_tokens": 400, "stream": True},
+        json={"model": server.model, "prompt": "one two", **endless},
         headers={"X-Request-Id": "lost", "X-PD-Faults": "decode.gap=300"},
     ) as answer:  # fmt: skip
         lines = answer.iter_lines()
