@@ -9,7 +9,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
 from pdtrace.analysis.sources import read_source
@@ -19,7 +18,7 @@ from server.injection.fault import Freeze
 from tests.support.aftermath import expected_text
 from tests.support.completions import Ask, ask, ask_all
 from tests.support.injection import clear, inject, wait_injected
-from tests.support.recorded import wait_for
+from tests.support.recorded import requests_in_flight, wait_for
 from tests.support.server import RunningServer, running_server
 
 pytestmark = pytest.mark.server
@@ -63,8 +62,7 @@ def squeezed(
 
 def waiting_for_pages(server: RunningServer) -> int:
     """Requests that wait for pages now, as the agent tells."""
-    answer = httpx.get(f"{server.agent_url()}/inflight", timeout=60.0, trust_env=False)
-    waits = [request["wait"] for request in answer.raise_for_status().json()["requests"]]
+    waits = [request["wait"] for request in requests_in_flight(server)]
     return sum(wait is not None and wait["reason"] == WaitReason.KV_PAGES for wait in waits)
 
 

@@ -34,7 +34,13 @@ from tests.integration.conftest import FAST_FAKE
 from tests.support.aftermath import assert_recorded, assert_recovered
 from tests.support.completions import Answer, Ask, ask, ask_all
 from tests.support.own_server import OwnServer, own_server
-from tests.support.recorded import in_flight, is_root, spans_of, wait_for
+from tests.support.recorded import (
+    in_flight,
+    is_root,
+    requests_in_flight,
+    spans_of,
+    wait_for,
+)
 from tests.support.server import ROOT, RunningServer, is_running, running_server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
@@ -210,12 +216,6 @@ def test_process_told_to_stop_drains_exits_with_0_and_is_replaced(
         assert server.process_of(instance)["last_exit"] == "exited with code 0"
         serves_again(server, expected)
     assert "Traceback" not in server.log(instance)
-
-
-def requests_in_flight(server: RunningServer) -> list[dict[str, Any]]:
-    url = f"{server.state['agent_url']}/inflight"
-    answer = httpx.get(url, timeout=60.0, trust_env=False)
-    return answer.json()["requests"]
 
 
 def test_worker_told_to_stop_finishes_what_it_has(server: RunningServer, expected: str) -> None:

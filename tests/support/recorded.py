@@ -72,9 +72,21 @@ def spans_of(server: RunningServer, request_id: str) -> list[Span]:
     return spans
 
 
+def requests_in_flight(server: RunningServer, **parameters: str) -> list[dict[str, Any]]:
+    """What the agent says of requests that have not finished. An agent that was just started
+    answers a little later than it is said to be there: it is waited for."""
+    url = f"{server.state['agent_url']}/inflight"
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            answer = httpx.get(url, params=parameters, timeout=WAIT_S, trust_env=False)
+        except httpx.TransportError:
+            assert time.monotonic() < deadline, f"no agent answers at {url}"
+            time.sleep(0.05)
+        else:
+            return answer.raise_for_status().json()["requests"]
+
+
 def in_flight(server: RunningServer, request_id: str) -> dict[str, Any] | None:
     """What the agent says of a request that has not finished."""
-    url = f"{server.state['agent_url']}/inflight"
-    answer = httpx.get(url, params={"id": request_id}, timeout=WAIT_S, trust_env=False)
-    answer.raise_for_status()
-    return next(iter(answer.json()["requests"]), None)
+    return next(iter(requests_in_flight(server, id=request_id)), None)
