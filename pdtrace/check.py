@@ -7,14 +7,14 @@ became of the processes is `pdtrace.live.health`'s. Pure.
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 from pdtrace import semconv as a
 from pdtrace.analysis.attributes import text
-from pdtrace.analysis.host_clocks import HostSummary, clock_breach, summarize_clocks
+from pdtrace.analysis.host_clocks import ClockBook, HostSummary, clock_breach
 from pdtrace.analysis.placement import is_attempt, is_root, split_requests, stage_of
 from pdtrace.analysis.skew import MAX_SKEW_NS
 from pdtrace.analysis.sources import Recording
@@ -22,14 +22,17 @@ from pdtrace.analysis.timeline import Timeline, build_timeline
 from pdtrace.analysis.violations import ViolationKind
 from pdtrace.export.spill import Waiting
 from pdtrace.live.health import ProcessHealth, RunHealth
+from pdtrace.patience import Progress, no_progress
 from pdtrace.ring.losses import WriterEnd
 from pdtrace.spans import Trace
 from pdtrace.stages import Mode, Outcome, Role
 
 MAX_UNEXPLAINED_SHARE = 0.01
 MAX_EXAMPLES = 5
+_TELL_EVERY = 100
 
 _V = ViolationKind
+_PARENTLESS = frozenset({_V.ORPHAN, _V.MISSING_PARENT})
 _RULES: tuple[tuple[str, str, tuple[ViolationKind, ...]], ...] = (
     ("root", "each request has one root span", (_V.NO_ROOT, _V.TWO_ROOTS)),
     ("parents", "parents exist and lead to the request", (_V.MISSING_PARENT, _V.ORPHAN)),
@@ -161,24 +164,33 @@ class CheckReport:
 
 
 def check_recording(
-    recording: Recording, runs: Sequence[RunHealth] = (), *, max_skew_ns: int = MAX_SKEW_NS
+    recording: Recording,
+    runs: Sequence[RunHealth] = (),
+    *,
+    max_skew_ns: int = MAX_SKEW_NS,
+    progress: Progress = no_progress,
 ) -> CheckReport:
     """Check everything a source held, and the processes of the runs that it came from. A recording
-    without requests keeps no rule.
+    without requests keeps no rule. Each request is looked at once, and nothing of its size is kept.
 
     max_skew_ns  as for `build_timeline`
     """
     processes = tuple(process for run in runs for process in run.processes)
-    parts = [split_requests(trace) for trace in recording.traces]
-    requests = [part for those in parts for part in those]
-    timelines = [build_timeline(part, max_skew_ns=max_skew_ns) for part in requests]
+    book = _Book(processes)
+    for number, trace in enumerate(recording.traces):
+        if number % _TELL_EVERY == 0:
+            progress(f"checking {len(recording.traces)} traces", number / len(recording.traces))
+        parts = split_requests(trace)
+        book.step_traces += not parts
+        for part in parts:
+            book.add(part, build_timeline(part, max_skew_ns=max_skew_ns))
     problems = recording.problems
     rules = [
         _rule(
             "requests",
             "the recording holds requests",
             1,
-            [] if timelines else ["no request was found"],
+            [] if book.requests else ["no request was found"],
         ),
         _rule(
             "readable",
@@ -190,42 +202,129 @@ def check_recording(
             + problems.conflicts
             + len(problems.cut_files),
         ),
-        _partition(timelines),
-        _unexplained(timelines),
-        *(_by_kind(name, title, kinds, timelines) for name, title, kinds in _RULES),
-        _each(
-            "clocks",
-            "hosts' clocks contradict the order of stages by no more than their error",
-            timelines,
-            clock_breach,
-        ),
-        _ids_present(requests, timelines),
-        _one_trace_per_request(requests, timelines),
-        _roles(timelines),
-        _complete(timelines),
-        _lost_requests(timelines, processes),
+        *book.rules(),
         _vanished(processes),
         _lost_records(processes),
         _unreadable(runs),
         _handled(runs),
     ]
-    outcomes = Counter(t.outcome.value if t.outcome else "unknown" for t in timelines)
-    parentless = {ViolationKind.ORPHAN, ViolationKind.MISSING_PARENT}
     return CheckReport(
         source=recording.source,
-        requests=len(timelines),
+        requests=book.requests,
         traces=len(recording.traces),
         spans=recording.spans,
-        unexplained_ns=sum(t.unexplained_ns for t in timelines),
-        total_ns=sum(t.total_ns for t in timelines),
-        outcomes=dict(sorted(outcomes.items())),
-        step_traces=sum(not those for those in parts),
-        orphans=sum(v.kind in parentless for t in timelines for v in t.violations),
+        unexplained_ns=book.unexplained.ns,
+        total_ns=book.unexplained.total_ns,
+        outcomes=dict(sorted(book.outcomes.items())),
+        step_traces=book.step_traces,
+        orphans=book.orphans,
         rules=tuple(rules),
-        clocks=summarize_clocks(timelines),
+        clocks=book.clocks.summaries(),
         processes=processes,
         notes=(*problems.sentences(), *_run_notes(runs, processes)),
     )
+
+
+class _Told(Protocol):
+    """A rule that is told of the requests one by one."""
+
+    def add(self, trace: Trace, timeline: Timeline) -> None: ...
+    def rule(self) -> Rule: ...
+
+
+class _Book:
+    """What is counted over the requests, and the rules over them in the order of the report."""
+
+    def __init__(self, processes: Sequence[ProcessHealth]) -> None:
+        self.requests = 0
+        self.step_traces = 0
+        self.outcomes: Counter[str] = Counter()
+        self.orphans = 0
+        self.clocks = ClockBook()
+        self.unexplained = _Unexplained()
+        self._rules: tuple[_Told, ...] = (
+            _Tally("partition", "the parts of each request sum to the whole", _partition),
+            self.unexplained,
+            *(_Tally(name, title, _of_kinds(kinds)) for name, title, kinds in _RULES),
+            _Tally(
+                "clocks",
+                "hosts' clocks contradict the order of stages by no more than their error",
+                lambda _, timeline: clock_breach(timeline),
+            ),
+            _Tally("identified", "every process puts the request id on its spans", _silent),
+            _Owners(),
+            _Tally("roles", "every process that took part left spans", _roles),
+            _Tally("complete", "nothing is known to be missing", _complete),
+            _Tally("lost", "no request lost a process that served it", _lost(processes)),
+        )
+
+    def add(self, trace: Trace, timeline: Timeline) -> None:
+        """`trace` holds the spans of that request alone."""
+        self.requests += 1
+        self.outcomes[timeline.outcome.value if timeline.outcome else "unknown"] += 1
+        self.orphans += sum(v.kind in _PARENTLESS for v in timeline.violations)
+        self.clocks.add(timeline)
+        for rule in self._rules:
+            rule.add(trace, timeline)
+
+    def rules(self) -> Iterator[Rule]:
+        return (rule.rule() for rule in self._rules)
+
+
+class _Unexplained:
+    """Whether the stages cover the time of all requests together."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+        self.total_ns = 0
+        self._worst: list[tuple[int, str]] = []
+
+    def add(self, trace: Trace, timeline: Timeline) -> None:
+        del trace
+        ns, total = timeline.unexplained_ns, timeline.total_ns
+        self.ns += ns
+        self.total_ns += total
+        if ns:
+            told = f"{_name(timeline)}: {ns / total * 100:.1f} % of {total / 1e9:.3f} s"
+            self._worst.append((ns, told))
+            self._worst.sort(key=lambda one: -one[0])
+            del self._worst[MAX_EXAMPLES:]
+
+    def rule(self) -> Rule:
+        is_much = self.ns > MAX_UNEXPLAINED_SHARE * self.total_ns
+        return _rule(
+            "unexplained",
+            f"at most {MAX_UNEXPLAINED_SHARE * 100:.0f} % of all time is unexplained "
+            "(counts the recording)",
+            1,
+            [told for _, told in self._worst] if is_much else [],
+            broken=1 if is_much else 0,
+        )
+
+
+_Breach = Callable[[Trace, Timeline], str | None]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """A rule that each request keeps or breaks; `breach` says how, or None."""
+
+    name: str
+    title: str
+    breach: _Breach
+    checked: int = 0
+    broken: int = 0
+    examples: list[str] = field(default_factory=list[str])
+
+    def add(self, trace: Trace, timeline: Timeline) -> None:
+        self.checked += 1
+        if what := self.breach(trace, timeline):
+            self.broken += 1
+            if len(self.examples) < MAX_EXAMPLES:
+                self.examples.append(f"{_name(timeline)}: {what}")
+
+    def rule(self) -> Rule:
+        return _rule(self.name, self.title, self.checked, self.examples, broken=self.broken)
 
 
 def _rule(
@@ -244,116 +343,90 @@ def _name(timeline: Timeline) -> str:
     return timeline.request_id or f"trace {timeline.trace_id}"
 
 
-def _each(
-    name: str, title: str, timelines: Sequence[Timeline], breach: Callable[[Timeline], str | None]
-) -> Rule:
-    """A rule that each request keeps or breaks; `breach` says how, or None."""
-    found = [f"{_name(t)}: {what}" for t in timelines if (what := breach(t))]
-    return _rule(name, title, len(timelines), found)
-
-
-def _by_kind(
-    name: str, title: str, kinds: tuple[ViolationKind, ...], timelines: Sequence[Timeline]
-) -> Rule:
-    def breach(timeline: Timeline) -> str | None:
+def _of_kinds(kinds: tuple[ViolationKind, ...]) -> _Breach:
+    def breach(_: Trace, timeline: Timeline) -> str | None:
         found = [v.message for v in timeline.violations if v.kind in kinds]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         return found[0] + more if found else None
 
-    return _each(name, title, timelines, breach)
+    return breach
 
 
-def _partition(timelines: Sequence[Timeline]) -> Rule:
-    def breach(timeline: Timeline) -> str | None:
-        parts = sum(part.ns for part in timeline.parts)
-        if parts != timeline.total_ns or any(part.ns < 0 for part in timeline.parts):
-            return f"parts sum to {parts} ns of {timeline.total_ns} ns"
-        at = 0
-        for segment in timeline.segments:
-            if segment.begin_ns != at or segment.end_ns <= at:
-                return f"the partition has a gap or an overlap at {at} ns"
-            at = segment.end_ns
-        return None if at == timeline.total_ns else f"the partition ends at {at} ns"
-
-    return _each("partition", "the parts of each request sum to the whole", timelines, breach)
+def _partition(_: Trace, timeline: Timeline) -> str | None:
+    parts = sum(part.ns for part in timeline.parts)
+    if parts != timeline.total_ns or any(part.ns < 0 for part in timeline.parts):
+        return f"parts sum to {parts} ns of {timeline.total_ns} ns"
+    at = 0
+    for segment in timeline.segments:
+        if segment.begin_ns != at or segment.end_ns <= at:
+            return f"the partition has a gap or an overlap at {at} ns"
+        at = segment.end_ns
+    return None if at == timeline.total_ns else f"the partition ends at {at} ns"
 
 
-def _unexplained(timelines: Sequence[Timeline]) -> Rule:
-    total = sum(t.total_ns for t in timelines)
-    unexplained = sum(t.unexplained_ns for t in timelines)
-    breaches: list[str] = []
-    if unexplained > MAX_UNEXPLAINED_SHARE * total:
-        worst = sorted(timelines, key=lambda t: -t.unexplained_ns)
-        breaches = [
-            f"{_name(t)}: {t.unexplained_ns / t.total_ns * 100:.1f} % of {t.total_ns / 1e9:.3f} s"
-            for t in worst
-            if t.unexplained_ns
-        ]
-    return _rule(
-        "unexplained",
-        f"at most {MAX_UNEXPLAINED_SHARE * 100:.0f} % of all time is unexplained "
-        "(counts the recording)",
-        1,
-        breaches,
-        broken=1 if breaches else 0,
-    )
-
-
-def _ids_present(requests: Sequence[Trace], timelines: Sequence[Timeline]) -> Rule:
-    breaches: list[str] = []
-    for trace, timeline in zip(requests, timelines, strict=True):
-        silent = {
-            span.resource.service_name
-            for span in trace.spans
-            if (stage_of(span) or is_root(span) or is_attempt(span))
-            and text(span.attributes, a.REQUEST_ID) is None
-        }
-        if silent:
-            breaches.append(f"{_name(timeline)}: no request id on spans of {_listed(silent)}")
-    return _rule(
-        "identified", "every process puts the request id on its spans", len(requests), breaches
-    )
-
-
-def _one_trace_per_request(requests: Sequence[Trace], timelines: Sequence[Timeline]) -> Rule:
-    """A caller may use an id again: then each trace has a root and handoffs of its own. A trace
-    without a root, or a handoff in two traces, is a request whose context was lost on the way."""
-    traces: defaultdict[str, set[str]] = defaultdict(set)
-    rootless: set[str] = set()
-    handoffs: defaultdict[str, set[str]] = defaultdict(set)
-    owners: defaultdict[str, set[str]] = defaultdict(set)  # handoff → request ids
-    for trace, timeline in zip(requests, timelines, strict=True):
-        if timeline.request_id is None:
-            continue
-        traces[timeline.request_id].add(timeline.trace_id)
-        if timeline.root_id is None:
-            rootless.add(timeline.trace_id)
-        for span in trace.spans:
-            handoff = text(span.attributes, a.HANDOFF_ID)
-            if handoff is not None:
-                handoffs[handoff].add(timeline.trace_id)
-                owners[handoff].add(timeline.request_id)
-    torn = {
-        request_id
-        for handoff, found in handoffs.items()
-        if len(found) > 1
-        for request_id in owners[handoff]
+def _silent(trace: Trace, _: Timeline) -> str | None:
+    silent = {
+        span.resource.service_name
+        for span in trace.spans
+        if text(span.attributes, a.REQUEST_ID) is None
+        and (stage_of(span) or is_root(span) or is_attempt(span))
     }
-    breaches = [
-        f"{request_id}: traces {_listed(found)}"
-        for request_id, found in traces.items()
-        if len(found) > 1 and (request_id in torn or found & rootless)
-    ]
-    return _rule("one_trace", "the spans of a request are in one trace", len(traces), breaches)
+    return f"no request id on spans of {_listed(silent)}" if silent else None
 
 
-def _roles(timelines: Sequence[Timeline]) -> Rule:
-    def breach(timeline: Timeline) -> str | None:
-        expected = _expected_roles(timeline)
-        missing = {role.service_name for role in expected - timeline.roles}
-        return f"no span of {_listed(missing)}" if missing else None
+class _Owners:
+    """Whose traces and handoffs are whose.
 
-    return _each("roles", "every process that took part left spans", timelines, breach)
+    A caller may use an id again: then each trace has a root and handoffs of its own. A trace
+    without a root, or a handoff in two traces, is a request whose context was lost on the way.
+    """
+
+    def __init__(self) -> None:
+        self._traces: dict[str, str] = {}  # request id → its first trace
+        self._several: dict[str, set[str]] = {}  # all traces of those in more than one
+        self._rootless: set[str] = set()
+        self._handoffs: dict[str, tuple[str, str]] = {}  # → the first trace and request id
+        self._shared: dict[str, tuple[set[str], set[str]]] = {}  # all of those with more than one
+
+    def add(self, trace: Trace, timeline: Timeline) -> None:
+        request_id, trace_id = timeline.request_id, timeline.trace_id
+        if request_id is None:
+            return
+        first = self._traces.setdefault(request_id, trace_id)
+        if first != trace_id:
+            self._several.setdefault(request_id, {first}).add(trace_id)
+        if timeline.root_id is None:
+            self._rootless.add(trace_id)
+        owner = trace_id, request_id
+        for handoff in {text(span.attributes, a.HANDOFF_ID) for span in trace.spans}:
+            if handoff is None:
+                continue
+            known = self._handoffs.setdefault(handoff, owner)
+            if known != owner:
+                traces, requests = self._shared.setdefault(handoff, ({known[0]}, {known[1]}))
+                traces.add(trace_id)
+                requests.add(request_id)
+
+    def rule(self) -> Rule:
+        torn = {
+            request_id
+            for traces, requests in self._shared.values()
+            if len(traces) > 1
+            for request_id in requests
+        }
+        breaches = [
+            f"{request_id}: traces {_listed(found)}"
+            for request_id in self._traces
+            if (found := self._several.get(request_id))
+            and (request_id in torn or found & self._rootless)
+        ]
+        title = "the spans of a request are in one trace"
+        return _rule("one_trace", title, len(self._traces), breaches)
+
+
+def _roles(_: Trace, timeline: Timeline) -> str | None:
+    missing = {role.service_name for role in _expected_roles(timeline) - timeline.roles}
+    return f"no span of {_listed(missing)}" if missing else None
 
 
 def _expected_roles(timeline: Timeline) -> set[Role]:
@@ -366,24 +439,21 @@ def _expected_roles(timeline: Timeline) -> set[Role]:
     return {Role.GATEWAY, Role.PREFILL, Role.TRANSFER, Role.DECODE}
 
 
-def _complete(timelines: Sequence[Timeline]) -> Rule:
-    def breach(timeline: Timeline) -> str | None:
-        # Where the root is missing a stage says so.
-        spans = (timeline.attributes, *(visit.attributes for visit in timeline.visits))
-        reason = next((why for one in spans if (why := text(one, a.INCOMPLETE))), None)
-        if reason is not None:
-            return reason
-        return "no outcome" if timeline.root_id and timeline.outcome is None else None
-
-    return _each("complete", "nothing is known to be missing", timelines, breach)
+def _complete(_: Trace, timeline: Timeline) -> str | None:
+    # Where the root is missing a stage says so.
+    spans = (timeline.attributes, *(visit.attributes for visit in timeline.visits))
+    reason = next((why for one in spans if (why := text(one, a.INCOMPLETE))), None)
+    if reason is not None:
+        return reason
+    return "no outcome" if timeline.root_id and timeline.outcome is None else None
 
 
-def _lost_requests(timelines: Sequence[Timeline], processes: Sequence[ProcessHealth]) -> Rule:
+def _lost(processes: Sequence[ProcessHealth]) -> _Breach:
     """A request is lost also if a gateway was left to say that it failed: with the process of one
     of its stages, or with one that had it open though no stage of its own had begun."""
     vanished = [process for process in processes if process.ended is WriterEnd.LOST]
 
-    def breach(timeline: Timeline) -> str | None:
+    def breach(_: Trace, timeline: Timeline) -> str | None:
         if timeline.outcome is not Outcome.LOST:
             for visit in timeline.visits:
                 if visit.outcome is Outcome.LOST:
@@ -400,7 +470,7 @@ def _lost_requests(timelines: Sequence[Timeline], processes: Sequence[ProcessHea
         why = f" ({timeline.outcome_reason})" if timeline.outcome_reason else ""
         return f"lost{who}{where}{why}"
 
-    return _each("lost", "no request lost a process that served it", timelines, breach)
+    return breach
 
 
 def _vanished(processes: Sequence[ProcessHealth]) -> Rule:

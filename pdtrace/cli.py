@@ -548,8 +548,9 @@ def check(
     runs = [read_health(run) for run in run_directories(sources)]
     try:
         recording = read_sources(sources, progress=progress, query=query)
-        progress(f"checking {len(recording.traces)} traces", None)
-        report = check_recording(recording, runs, max_skew_ns=round(max_skew * 1e9))
+        report = check_recording(
+            recording, runs, max_skew_ns=round(max_skew * 1e9), progress=progress
+        )
     except SourceError as error:
         if isinstance(error.__cause__, OSError) or not any(run.is_ill for run in runs):
             raise
@@ -675,11 +676,11 @@ def slo(
     sources = [_source(one, query) for one in source or [default_source()]]
     progress = Patience(sys.stderr)
     try:
-        recording, timelines = finished_requests(
+        recording, requests = finished_requests(
             sources, max_skew_ns=round(max_skew * 1e9), progress=progress, query=query
         )
         report = measure(
-            timelines,
+            requests,
             limits,
             source=recording.source,
             aims=only,
@@ -692,6 +693,7 @@ def slo(
             ),
             notes=recording.problems.sentences(),
             worst=worst,
+            progress=progress,
         )
     finally:
         progress.clear()
@@ -699,7 +701,7 @@ def slo(
         wanted = f" for model {model!r}" if model is not None else ""
         wanted += " begun in that time" if since or until else ""
         if model is not None:
-            wanted += f"; there are {', '.join(sorted({model_of(t) for t in timelines}))}"
+            wanted += f"; there are {', '.join(sorted({model_of(one) for one in requests}))}"
         raise SelectionError(f"{recording.source}: holds no finished request{wanted}")
     if as_json:
         _print_json(report.document())

@@ -12,13 +12,15 @@ to a standard deviation: queues lean upwards, and only the upper side can excuse
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple, Protocol
 
+from pdtrace.analysis.columns import Samples
 from pdtrace.analysis.placement import FIRST_TOKEN_HOP
 from pdtrace.analysis.timeline import UNEXPLAINED, Timeline
 from pdtrace.stages import STAGE_BY_NAME, Mode, Outcome, Scale
@@ -127,13 +129,17 @@ def is_peer(timeline: Timeline) -> bool:
 
 
 class Baselines:
-    """Baselines of a fixed set of requests. Immutable once built."""
+    """Baselines of a set of requests, as large as it may be: 800 bytes for each of them."""
 
-    def __init__(self, timelines: Iterable[Timeline]) -> None:
+    def __init__(self, timelines: Iterable[Timeline] = ()) -> None:
         self._series = _SeriesTable(window=None)
         for timeline in timelines:
-            if is_peer(timeline):
-                self._series.learn(timeline, leaves(timeline))
+            self.add(timeline)
+
+    def add(self, timeline: Timeline) -> None:
+        """Learn from a finished request; one that did not complete is passed over."""
+        if is_peer(timeline):
+            self._series.learn(timeline, leaves(timeline))
 
     def usual(self, request: Judged, leaf: Leaf) -> Usual | None:
         """What the other requests needed for this leaf; None without any."""
@@ -177,6 +183,7 @@ class _SeriesTable:
     def __init__(self, window: int | None) -> None:
         self._window = window
         self._by_mode: dict[Mode, dict[str, _Series]] = {mode: {} for mode in Mode}
+        self._rows: dict[Mode, dict[Key, int]] = {mode: {} for mode in Mode}
 
     def learn(self, request: Judged, found: Iterable[Leaf]) -> None:
         by_name, key = self._by_mode[request.mode], request.key
@@ -184,8 +191,12 @@ class _SeriesTable:
             series = by_name.get(name)
             if series is None:
                 scaled = STAGE_BY_NAME[name].scale is not Scale.CONSTANT
-                series = by_name[name] = _Series(self._window, scaled)
+                series = by_name[name] = _Series(self._window, scaled, self._samples(request.mode))
             series.add(key, tokens, ns)
+
+    def _samples(self, mode: Mode) -> MutableMapping[Key, tuple[int, int]]:
+        """What stays for good is kept small; what goes again soon, quick to reach."""
+        return Samples(self._rows[mode]) if self._window is None else {}
 
     def usual(self, request: Judged, leaf: Leaf) -> Usual | None:
         series = self._by_mode[request.mode].get(leaf.name)
@@ -221,12 +232,12 @@ class _Series:
 
     window: int | None
     scaled: bool
-    samples: dict[Key, tuple[int, int]] = field(default_factory=dict[Key, tuple[int, int]])
+    samples: MutableMapping[Key, tuple[int, int]]
     order: deque[Key] = field(default_factory=deque[Key])
     was_asked: bool = False
     due: list[tuple[int, int]] | None = None
     line: _Line = _FLAT
-    residuals: list[float] = field(default_factory=list[float])
+    residuals: array[float] = field(default_factory=lambda: array("d"))
     joined: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     left: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     unsorted: bool = False
@@ -238,12 +249,13 @@ class _Series:
         if key in samples or (self.scaled and tokens is None):
             return
         sample = samples[key] = (tokens or 0, ns)
-        self.order.append(key)
         self.fresh += 1
         # Sorted in when somebody asks: for most leaves, nobody does for a long time.
         self.joined.append(sample)
-        if self.window is not None and len(self.order) > self.window:
-            self.left.append(samples.pop(self.order.popleft()))
+        if self.window is not None:
+            self.order.append(key)
+            if len(self.order) > self.window:
+                self.left.append(samples.pop(self.order.popleft()))
         if len(self.joined) > _MAX_WAITING:
             self._give_up_order()
 
@@ -309,13 +321,12 @@ class _Series:
         self.joined.clear()
         self.left.clear()
 
-    def _sorted_residuals(self, line: _Line) -> list[float]:
+    def _sorted_residuals(self, line: _Line) -> array[float]:
         residual = self._residual
         if self.unsorted:
             base, slope = line.base, line.slope
-            self.residuals = sorted(
-                [ns - max(0.0, base + slope * tokens) for tokens, ns in self.samples.values()]
-            )
+            found = [ns - max(0.0, base + slope * tokens) for tokens, ns in self.samples.values()]
+            self.residuals = array("d", sorted(found))
             self.unsorted = False
         else:
             for sample in self.joined:

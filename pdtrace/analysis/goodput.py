@@ -10,25 +10,29 @@ and an objective is met only if it is for both.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from pdtrace import semconv as a
 from pdtrace.analysis.attributes import text
 from pdtrace.analysis.baselines import Baselines
+from pdtrace.analysis.columns import Column
 from pdtrace.analysis.misses import Miss, misses_of
 from pdtrace.analysis.objectives import Aim, Graded, Held, aims_of, grade, limit_ns, target_of
+from pdtrace.analysis.requests import Requests
 from pdtrace.analysis.timeline import Timeline
 from pdtrace.duration import seconds_text
+from pdtrace.patience import Progress, no_progress
 from pdtrace.slo import Slo
 from pdtrace.stages import Outcome
 
 MAX_WORST = 3
 """Misses of each objective that are named."""
 UNNAMED_MODEL = "(not recorded)"
+_TELL_EVERY = 100
 
 
 class GapForm(StrEnum):
@@ -58,14 +62,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Of the values that are known: how many, and some of them. Nanoseconds."""
+    """Of the values that are known: how many, and which, in order. Nanoseconds."""
 
     known: int
     p50_ns: int
     p90_ns: int
     p99_ns: int
     most_ns: int
-    values: tuple[int, ...]
+    values: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +310,7 @@ def model_of(timeline: Timeline) -> str:
 
 
 def measure(
-    timelines: Iterable[Timeline],
+    requests: Requests,
     slo: Slo,
     *,
     source: str = "",
@@ -317,98 +321,184 @@ def measure(
     warnings: Sequence[str] = (),
     notes: Sequence[str] = (),
     worst: int = MAX_WORST,
+    progress: Progress = no_progress,
 ) -> SloReport:
-    """Hold the requests of a source to the objectives.
+    """Hold the requests of a source to the objectives. Each is looked at once, and those that
+    missed one a second time, when it is known what is usual: nothing of their size is kept.
 
     aims       those to judge; None: all that something is promised of
-    in_flight  requests that are known to be in flight beside `timelines`
+    in_flight  requests that are known to be in flight beside `requests`
     worst      misses of each objective that are named
     """
     wanted = aims_of(slo) if aims is None else tuple(aim for aim in aims_of(slo) if aim in aims)
-    everything = list(timelines)
-    baselines = Baselines(everything)  # of all: what is usual does not depend on who asks
-    chosen = [timeline for timeline in everything if choice.takes(timeline)]
-    ended = [t for t in chosen if not t.open and t.root_id is not None]
-    graded = [grade(timeline, slo, wanted) for timeline in ended]
-    by_model: defaultdict[str, list[Graded]] = defaultdict(list)
-    for one in graded:
-        by_model[model_of(one.timeline)].append(one)
-    misses = [miss for one in graded for miss in misses_of(one, slo, baselines)]
-    cut_off = [
-        t.total_ns
-        for t in ended
-        if t.attributes.get(a.STREAM.key) is True
-        and t.ttft_ns is None
-        and t.outcome not in {None, Outcome.COMPLETED, Outcome.REJECTED}
-    ]
-    late = [ns for ns in cut_off if ns > (limit_ns(slo, Aim.TTFT) or 0)]
+    baselines = Baselines()  # of all: what is usual does not depend on who asks
+    book = _Book(slo, wanted)
+    for position, timeline in enumerate(requests):
+        baselines.add(timeline)
+        if choice.takes(timeline):
+            book.add(position, timeline)
+    misses = _Misses(worst)
+    for done, position in enumerate(book.missed.values):
+        if done % _TELL_EVERY == 0:
+            progress("looking at what missed", done / len(book.missed.values))
+        for miss in misses_of(grade(requests[position], slo, wanted), slo, baselines):
+            misses.add(miss)
     return SloReport(
         source=source,
         gap_form=gap_form,
         choice=choice,
         goods=_goods(slo, wanted),
-        total=_goodput(graded, slo, wanted, gap_form),
-        models={name: _goodput(by_model[name], slo, wanted, gap_form) for name in sorted(by_model)}
-        if len(by_model) > 1
+        total=book.total.goodput(gap_form),
+        models={name: book.models[name].goodput(gap_form) for name in sorted(book.models)}
+        if len(book.models) > 1
         else {},
-        outcomes=dict(
-            sorted(Counter(t.outcome.value if t.outcome else "unknown" for t in ended).items())
-        ),
-        retried=sum(t.attempts > 1 for t in ended),
-        cut_off=(len(cut_off), len(late)),
-        seen_late=sum(one.gaps is not None and not one.gaps.exact for one in graded)
-        if Aim.TOKEN_GAP in wanted
-        else 0,
-        rootless=sum(not t.open and t.root_id is None for t in chosen),
-        open=in_flight + sum(t.open for t in chosen),
-        blamed=_blamed(misses),
-        worst=_worst(misses, worst),
+        outcomes=dict(sorted(book.outcomes.items())),
+        retried=book.retried,
+        cut_off=(book.cut_off, book.cut_off_late),
+        seen_late=book.seen_late,
+        rootless=book.rootless,
+        open=in_flight + book.open,
+        blamed=misses.blamed(),
+        worst=misses.worst(),
         warnings=tuple(warnings),
         notes=tuple(notes),
     )
 
 
-def _goodput(graded: Sequence[Graded], slo: Slo, aims: Sequence[Aim], gap_form: GapForm) -> Goodput:
-    sure = [one for one in graded if one.good is Held.KEPT]
-    maybe = [one for one in graded if one.good is Held.UNKNOWN]
-    written = [one.timeline.output_tokens for one in sure]
-    begins = [one.timeline.started_unix_ns for one in graded]
-    ends = [one.timeline.started_unix_ns + one.timeline.total_ns for one in graded]
-    return Goodput(
-        requests=len(graded),
-        good_least=len(sure),
-        good_most=len(sure) + len(maybe),
-        seconds=(max(ends) - min(begins)) / 1e9 if graded else 0.0,
-        tokens=sum(tokens for tokens in written if tokens is not None and tokens > 0),
-        tokens_unknown=sum(tokens is None or tokens < 0 for tokens in written),
-        attainments=tuple(_attained(graded, slo, aim, gap_form) for aim in aims),
-    )
+class _Book:
+    """What is counted over the requests of a report.
+
+    missed  positions of those that missed an objective
+    """
+
+    def __init__(self, slo: Slo, aims: Sequence[Aim]) -> None:
+        self._slo = slo
+        self._aims = tuple(aims)
+        self.total = _Sum(slo, aims)
+        self.models: dict[str, _Sum] = {}
+        self.outcomes: Counter[str] = Counter()
+        self.missed = Column()
+        self.retried = 0
+        self.cut_off = 0
+        self.cut_off_late = 0
+        self.seen_late = 0
+        self.rootless = 0
+        self.open = 0
+
+    def add(self, position: int, timeline: Timeline) -> None:
+        if timeline.open:
+            self.open += 1
+            return
+        if timeline.root_id is None:
+            self.rootless += 1
+            return
+        graded = grade(timeline, self._slo, self._aims)
+        model = model_of(timeline)
+        if model not in self.models:
+            self.models[model] = _Sum(self._slo, self._aims)
+        self.total.add(graded)
+        self.models[model].add(graded)
+        if graded.missed:
+            self.missed.append(position)
+        self.outcomes[timeline.outcome.value if timeline.outcome else "unknown"] += 1
+        self.retried += timeline.attempts > 1
+        if (
+            timeline.attributes.get(a.STREAM.key) is True
+            and timeline.ttft_ns is None
+            and timeline.outcome not in {None, Outcome.COMPLETED, Outcome.REJECTED}
+        ):
+            self.cut_off += 1
+            self.cut_off_late += timeline.total_ns > (limit_ns(self._slo, Aim.TTFT) or 0)
+        if Aim.TOKEN_GAP in self._aims and graded.gaps is not None:
+            self.seen_late += not graded.gaps.exact
 
 
-def _attained(graded: Sequence[Graded], slo: Slo, aim: Aim, gap_form: GapForm) -> Attainment:
-    limit, target = limit_ns(slo, aim), target_of(slo, aim)
-    counted = [one for one in graded if aim in one.held]
-    kept = sum(one.held[aim] is Held.KEPT for one in counted)
-    unknown = sum(one.held[aim] is Held.UNKNOWN for one in counted)
-    of, least, most, uncounted = len(counted), kept, kept + unknown, 0
-    if aim is Aim.TOKEN_GAP and gap_form is GapForm.POOLED and limit is not None:
-        gaps = [one.gaps for one in counted if one.gaps is not None]
-        longer = [one.longer(limit) for one in gaps]
-        of = sum(one.count or 0 for one in gaps)
-        least, most = (of - sum(high for _, high in longer), of - sum(low for low, _ in longer))
-        uncounted = sum(one.count is None and one.held(limit) is not Held.KEPT for one in gaps)
-    return Attainment(
-        aim=aim,
-        promise=_promise(aim, target, limit, gap_form),
-        unit=_unit(aim, gap_form),
-        limit_s=None if limit is None else limit / 1e9,
-        target=target,
-        counted=of,
-        kept_least=least,
-        kept_most=most,
-        uncounted=uncounted,
-        spread=_spread(aim, counted),
-    )
+class _Sum:
+    """Goodput of requests that come one by one."""
+
+    def __init__(self, slo: Slo, aims: Sequence[Aim]) -> None:
+        self._shares = [_Share(slo, aim) for aim in aims]
+        self._requests = 0
+        self._good = Counter[Held]()
+        self._tokens = 0
+        self._tokens_unknown = 0
+        self._span_ns: tuple[int, int] | None = None  # from the first begin to the last end
+
+    def add(self, graded: Graded) -> None:
+        timeline = graded.timeline
+        self._requests += 1
+        self._good[graded.good] += 1
+        if graded.good is Held.KEPT:
+            tokens = timeline.output_tokens
+            self._tokens += max(0, tokens or 0)
+            self._tokens_unknown += tokens is None or tokens < 0
+        begin = timeline.started_unix_ns
+        end = begin + timeline.total_ns
+        first, last = self._span_ns or (begin, end)
+        self._span_ns = min(first, begin), max(last, end)
+        for share in self._shares:
+            share.add(graded)
+
+    def goodput(self, gap_form: GapForm) -> Goodput:
+        first, last = self._span_ns or (0, 0)
+        sure = self._good[Held.KEPT]
+        return Goodput(
+            requests=self._requests,
+            good_least=sure,
+            good_most=sure + self._good[Held.UNKNOWN],
+            seconds=(last - first) / 1e9,
+            tokens=self._tokens,
+            tokens_unknown=self._tokens_unknown,
+            attainments=tuple(share.attained(gap_form) for share in self._shares),
+        )
+
+
+class _Share:
+    """How far requests that come one by one kept one objective."""
+
+    def __init__(self, slo: Slo, aim: Aim) -> None:
+        self._aim = aim
+        self._limit = limit_ns(slo, aim)
+        self._target = target_of(slo, aim)
+        self._held = Counter[Held]()
+        self._gaps = 0
+        self._gaps_longer = (0, 0)  # than the limit: at least, at most
+        self._uncounted = 0
+        self._values = Column()
+
+    def add(self, graded: Graded) -> None:
+        held = graded.held.get(self._aim)
+        if held is None:
+            return
+        self._held[held] += 1
+        if (value := _value(self._aim, graded)) is not None:
+            self._values.append(value)
+        gaps = graded.gaps
+        if self._aim is Aim.TOKEN_GAP and self._limit is not None and gaps is not None:
+            low, high = gaps.longer(self._limit)
+            self._gaps += gaps.count or 0
+            self._gaps_longer = self._gaps_longer[0] + low, self._gaps_longer[1] + high
+            self._uncounted += gaps.count is None and held is not Held.KEPT
+
+    def attained(self, gap_form: GapForm) -> Attainment:
+        kept = self._held[Held.KEPT]
+        of, least, most, uncounted = self._held.total(), kept, kept + self._held[Held.UNKNOWN], 0
+        if self._aim is Aim.TOKEN_GAP and gap_form is GapForm.POOLED and self._limit is not None:
+            low, high = self._gaps_longer
+            of, least, most = self._gaps, self._gaps - high, self._gaps - low
+            uncounted = self._uncounted
+        return Attainment(
+            aim=self._aim,
+            promise=_promise(self._aim, self._target, self._limit, gap_form),
+            unit=_unit(self._aim, gap_form),
+            limit_s=None if self._limit is None else self._limit / 1e9,
+            target=self._target,
+            counted=of,
+            kept_least=least,
+            kept_most=most,
+            uncounted=uncounted,
+            spread=_spread(self._values),
+        )
 
 
 def _unit(aim: Aim, gap_form: GapForm) -> str:
@@ -448,26 +538,30 @@ def _goods(slo: Slo, aims: Sequence[Aim]) -> str:
     return f"A request is good if {listed}."
 
 
-def _spread(aim: Aim, counted: Sequence[Graded]) -> Spread | None:
+def _value(aim: Aim, graded: Graded) -> int | None:
+    """What a request's value is, where it has one that is known. Nanoseconds."""
     match aim:
         case Aim.TTFT:
-            values = [one.timeline.ttft_ns for one in counted if one.timeline.ttft_ns is not None]
+            return graded.timeline.ttft_ns
         case Aim.TOKEN_GAP:
-            values = [one.gaps.least_ns for one in counted if one.gaps and one.gaps.exact]
+            return graded.gaps.least_ns if graded.gaps and graded.gaps.exact else None
         case Aim.E2E:
-            values = [one.timeline.total_ns for one in counted]
+            return graded.timeline.total_ns
         case Aim.ERRORS:
-            values = []
-    if not values:
+            return None
+
+
+def _spread(found: Column) -> Spread | None:
+    if not found.values:
         return None
-    values.sort()
+    values = found.ordered()
     return Spread(
         known=len(values),
         p50_ns=_nearest_rank(values, 0.5),
         p90_ns=_nearest_rank(values, 0.9),
         p99_ns=_nearest_rank(values, 0.99),
         most_ns=values[-1],
-        values=tuple(values),
+        values=values,
     )
 
 
@@ -476,29 +570,50 @@ def _nearest_rank(ordered: Sequence[int], q: float) -> int:
     return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
 
 
-def _blamed(misses: Sequence[Miss]) -> tuple[Blamed, ...]:
-    """By objective, the stage with the most misses first."""
-    groups: defaultdict[tuple[Aim, str | None], list[Miss]] = defaultdict(list)
-    for miss in misses:
-        groups[miss.aim, miss.stage].append(miss)
-    order = {aim: position for position, aim in enumerate(Aim)}
-    found = [
-        Blamed(
-            aim=aim,
-            stage=stage,
-            count=len(group),
-            judged=sum(miss.would_meet is not None for miss in group),
-            met_at_median=sum(miss.would_meet is True for miss in group),
+class _Misses:
+    """What the misses go back to, and the worst of each objective.
+
+    limit  misses of each objective that are kept
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._stages: dict[tuple[Aim, str | None], Blamed] = {}
+        self._worst: dict[Aim, list[Miss]] = {aim: [] for aim in Aim}
+
+    def add(self, miss: Miss) -> None:
+        key = miss.aim, miss.stage
+        before = self._stages.get(key) or Blamed(
+            aim=miss.aim, stage=miss.stage, count=0, judged=0, met_at_median=0
         )
-        for (aim, stage), group in groups.items()
-    ]
-    return tuple(sorted(found, key=lambda one: (order[one.aim], -one.count, one.stage or "")))
+        self._stages[key] = replace(
+            before,
+            count=before.count + 1,
+            judged=before.judged + (miss.would_meet is not None),
+            met_at_median=before.met_at_median + (miss.would_meet is True),
+        )
+        worst = self._worst[miss.aim]
+        worst.append(miss)
+        if len(worst) > 2 * self._limit:
+            self._cut(worst)
 
+    def _cut(self, worst: list[Miss]) -> None:
+        worst.sort(key=lambda miss: (-miss.excess, miss.timeline.trace_id))
+        del worst[self._limit :]
 
-def _worst(misses: Sequence[Miss], limit: int) -> tuple[Miss, ...]:
-    """The worst of each objective."""
-    ordered = sorted(misses, key=lambda miss: (-miss.excess, miss.timeline.trace_id))
-    return tuple(miss for aim in Aim for miss in [m for m in ordered if m.aim is aim][:limit])
+    def blamed(self) -> tuple[Blamed, ...]:
+        """By objective, the stage with the most misses first."""
+        order = {aim: position for position, aim in enumerate(Aim)}
+        found = sorted(
+            self._stages.values(), key=lambda one: (order[one.aim], -one.count, one.stage or "")
+        )
+        return tuple(found)
+
+    def worst(self) -> tuple[Miss, ...]:
+        """Of each objective, the worst first."""
+        for worst in self._worst.values():
+            self._cut(worst)
+        return tuple(miss for aim in Aim for miss in self._worst[aim])
 
 
 def _rate(value: float) -> str:

@@ -6,7 +6,7 @@ Owns the view over many requests; one request's clocks are `pdtrace.analysis.ske
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -78,12 +78,29 @@ class _Point(NamedTuple):
 
 def summarize_clocks(timelines: Iterable[Timeline]) -> tuple[HostSummary, ...]:
     """The other hosts' clocks in a recording, by name."""
-    found: dict[str, list[tuple[int, HostClock]]] = {}
+    book = ClockBook()
     for timeline in timelines:
+        book.add(timeline)
+    return book.summaries()
+
+
+class ClockBook:
+    """The other hosts' clocks in requests that come one by one."""
+
+    def __init__(self) -> None:
+        self._readings: dict[str, _Readings] = {}
+
+    def add(self, timeline: Timeline) -> None:
         for clock in timeline.clocks:
+            name = clock.host or clock.name
+            if name not in self._readings:
+                self._readings[name] = _Readings(host=clock.host)
             read_ns = timeline.started_unix_ns + _read_ns(timeline, clock)
-            found.setdefault(clock.host or clock.name, []).append((read_ns, clock))
-    return tuple(_summary(found[name]) for name in sorted(found))
+            self._readings[name].add(read_ns, clock)
+
+    def summaries(self) -> tuple[HostSummary, ...]:
+        """By name."""
+        return tuple(self._readings[name].summary() for name in sorted(self._readings))
 
 
 def _read_ns(timeline: Timeline, clock: HostClock) -> int:
@@ -95,31 +112,48 @@ def _read_ns(timeline: Timeline, clock: HostClock) -> int:
     )
 
 
-def _summary(readings: Sequence[tuple[int, HostClock]]) -> HostSummary:
-    clocks = [clock for _, clock in readings]
-    points = sorted(
-        _Point(t_ns, clock.offset_ns, clock.error_ns)
-        for t_ns, clock in readings
-        if clock.offset_ns is not None and clock.error_ns is not None
-    )
-    offsets = [point.offset_ns for point in points]
-    errors = [point.error_ns for point in points]
-    stretches = _stretches(points)
-    drift, doubt = _drift(max(stretches, key=lambda s: s[-1].t_ns - s[0].t_ns, default=[]))
-    bases = {clock.basis for clock in clocks}
-    weakest = [ClockBasis.CAUSALITY, ClockBasis.WALL, ClockBasis.MEASURED]
-    return HostSummary(
-        host=clocks[0].host,
-        instances=tuple(sorted({who for clock in clocks for who in clock.instances})),
-        requests=len(clocks),
-        moved=sum(clock.moved_ns != 0 for clock in clocks),
-        basis=next(basis for basis in weakest if basis in bases),
-        offsets_ns=(min(offsets), max(offsets)) if offsets else None,
-        error_ns=max(errors) if errors and len(errors) == len(clocks) else None,
-        drift_ppm=drift,
-        drift_doubt=doubt,
-        settings=max(0, len(stretches) - 1),
-    )
+@dataclass(slots=True)
+class _Readings:
+    """What requests say of one clock.
+
+    points  those that say both, its offset and the error of it
+    """
+
+    host: str | None
+    instances: set[str] = field(default_factory=set[str])
+    requests: int = 0
+    moved: int = 0
+    bases: set[ClockBasis] = field(default_factory=set[ClockBasis])
+    points: list[_Point] = field(default_factory=list[_Point])
+
+    def add(self, read_ns: int, clock: HostClock) -> None:
+        self.instances.update(clock.instances)
+        self.requests += 1
+        self.moved += clock.moved_ns != 0
+        self.bases.add(clock.basis)
+        if clock.error_ns is not None and clock.offset_ns is not None:
+            self.points.append(_Point(read_ns, clock.offset_ns, clock.error_ns))
+
+    def summary(self) -> HostSummary:
+        points = sorted(self.points)
+        offsets = [point.offset_ns for point in points]
+        stretches = _stretches(points)
+        drift, doubt = _drift(max(stretches, key=lambda s: s[-1].t_ns - s[0].t_ns, default=[]))
+        weakest = [ClockBasis.CAUSALITY, ClockBasis.WALL, ClockBasis.MEASURED]
+        return HostSummary(
+            host=self.host,
+            instances=tuple(sorted(self.instances)),
+            requests=self.requests,
+            moved=self.moved,
+            basis=next(basis for basis in weakest if basis in self.bases),
+            offsets_ns=(min(offsets), max(offsets)) if offsets else None,
+            error_ns=max(point.error_ns for point in points)
+            if points and len(points) == self.requests
+            else None,
+            drift_ppm=drift,
+            drift_doubt=doubt,
+            settings=max(0, len(stretches) - 1),
+        )
 
 
 def _stretches(points: Sequence[_Point]) -> list[list[_Point]]:

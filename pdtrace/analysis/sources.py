@@ -1,8 +1,9 @@
 """Where traces to analyse come from: a run directory, a file, a folder, standard input, a Jaeger.
 
 Owns opening, sniffing (content decides, never the name), decompression, counting what could not be
-read, and joining spans into traces. One OTLP object is `pdtrace.otlp.json_lines`'s; the odd forms
-of other writers are `pdtrace.otlp.foreign`'s, asking a Jaeger is `pdtrace.analysis.jaeger`'s.
+read. Joining spans into traces is `pdtrace.analysis.trace_store`'s, one OTLP object
+`pdtrace.otlp.json_lines`'s; the odd forms of other writers are `pdtrace.otlp.foreign`'s, asking a
+Jaeger is `pdtrace.analysis.jaeger`'s.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import msgspec
 
 from pdtrace.analysis.jaeger import FoundTraces, read_jaeger
 from pdtrace.analysis.time_range import TraceQuery
+from pdtrace.analysis.trace_store import MAX_HELD_SPANS, TraceStore
 from pdtrace.errors import SourceError
 from pdtrace.otlp import json_lines
 from pdtrace.otlp.foreign import ForeignSpans, NotTraces, decode_foreign
@@ -161,11 +163,12 @@ def _many(count: int, noun: str) -> str:
 class Recording:
     """Traces of one source, by begin. `lines` counts the non-blank ones.
 
+    traces       many of them lie in a file: each is made anew whenever it is asked for
     from_jaeger  what of it a Jaeger answered, now or when a file was saved: that may be a choice
     """
 
     source: str
-    traces: tuple[Trace, ...]
+    traces: Sequence[Trace]
     files: int
     lines: int
     spans: int
@@ -261,11 +264,13 @@ def read_sources(
     stdin: IO[bytes] | None = None,
     progress: Progress = no_progress,
     query: TraceQuery = NO_QUERY,
+    max_held: int = MAX_HELD_SPANS,
 ) -> Recording:
     """Read several sources as one, such as the run directories of several hosts: spans of one trace
     come together whatever source they are in. `query` is what a Jaeger is asked for; the others are
-    read whole. Raises SourceError as `read_source`, for each."""
-    reader = _Reader(progress)
+    read whole. `max_held` spans stay in memory at most. Raises SourceError as `read_source`, for
+    each, and StoreError where more spans than that cannot be put into a temporary file."""
+    reader = _Reader(progress, max_held)
     names: list[str] = []
     for source in sources:
         name = str(source)
@@ -312,36 +317,6 @@ def empty_recording(sources: Iterable[str | Path]) -> Recording:
     """Sources that hold no trace yet."""
     name = " + ".join(shown_run(source) for source in sources)
     return Recording(source=name, traces=(), files=0, lines=0, spans=0, problems=Problems())
-
-
-def join_spans(spans: Iterable[Span], problems: Problems | None = None) -> tuple[Trace, ...]:
-    """Spans in any order → traces by begin, each span id once; counts what it drops."""
-    problems = Problems() if problems is None else problems
-    traces: dict[str, dict[str, Span]] = {}
-    for span in spans:
-        known = traces.setdefault(span.trace_id, {})
-        before = known.get(span.span_id)
-        if before is None:
-            known[span.span_id] = span
-        elif before == span:
-            problems.duplicates += 1
-        else:
-            problems.conflicts += 1
-            # Whatever order they came in, the same one stays.
-            known[span.span_id] = max(before, span, key=_weight)
-    joined = [
-        Trace(trace_id=trace_id, spans=tuple(sorted(known.values(), key=_by_begin)))
-        for trace_id, known in traces.items()
-    ]
-    return tuple(sorted(joined, key=lambda trace: (trace.spans[0].start_ns, trace.trace_id)))
-
-
-def _weight(span: Span) -> tuple[int, int, str]:
-    return (span.end_ns - span.start_ns, len(span.attributes), repr(span))
-
-
-def _by_begin(span: Span) -> tuple[int, str]:
-    return (span.start_ns, span.span_id)
 
 
 def _files(path: Path, problems: Problems) -> list[Path]:
@@ -437,12 +412,12 @@ def _member():
 class _Reader:
     """Reads files one after another and keeps what they hold."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, max_held: int) -> None:
         self._progress = progress
+        self._store = TraceStore(max_held)
         self._expected_bytes = 0
         self._done_bytes = 0
         self.problems = Problems()
-        self.spans: list[Span] = []
         self.files = 0
         self.lines = 0
         self.usable = 0
@@ -474,14 +449,16 @@ class _Reader:
             if self.problems.other_signals:
                 raise SourceError(f"{source}: holds metrics or logs, no traces")
             raise SourceError(f"{source}: is empty")
-        self._progress(f"joining {len(self.spans)} spans", None)
-        traces = join_spans(self.spans, self.problems)
+        self._progress(f"joining {len(self._store)} spans", None)
+        joined = self._store.joined()
+        self.problems.duplicates += joined.duplicates
+        self.problems.conflicts += joined.conflicts
         return Recording(
             source=source,
-            traces=traces,
+            traces=joined.traces,
             files=self.files,
             lines=self.lines,
-            spans=sum(len(trace.spans) for trace in traces),
+            spans=joined.spans,
             problems=self.problems,
             from_jaeger=tuple(dict.fromkeys(self.from_jaeger)),
         )
@@ -497,7 +474,8 @@ class _Reader:
                 f"{name} was asked for its latest {query.limit} traces of that time; earlier ones "
                 "were not looked at (--limit, --since, --until)."
             )
-        self.spans += (_rooted(span) for spans in found.traces.values() for span in spans)
+        for spans in found.traces.values():
+            self._store.add(map(_rooted, spans))
 
     def read(self, name: str, file: IO[bytes]) -> None:
         self.files += 1
@@ -603,7 +581,7 @@ class _Reader:
             self._take_foreign(name, number, foreign)
             return
         self.usable += 1
-        self.spans += (_rooted(span) for span in spans)
+        self._store.add(map(_rooted, spans))
 
     def _take_foreign(self, name: str, number: int, foreign: ForeignSpans) -> None:
         spans = foreign.spans
@@ -620,7 +598,7 @@ class _Reader:
         if foreign.from_jaeger:
             self.from_jaeger.append(name)
         self.usable += 1
-        self.spans += (_rooted(span) for span in spans)
+        self._store.add(map(_rooted, spans))
 
     def _take_mended(self, name: str, line: bytes) -> bool:
         """The whole spans of a Jaeger's document whose end is missing, if there are some."""

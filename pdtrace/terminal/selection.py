@@ -16,19 +16,20 @@ from typing import ClassVar
 
 from pdtrace import semconv as a
 from pdtrace.analysis.attributes import text
+from pdtrace.analysis.requests import Requests, RequestsOfTraces
 from pdtrace.analysis.skew import MAX_SKEW_NS
 from pdtrace.analysis.sources import (
     NO_QUERY,
     RINGS_FOLDER,
     Recording,
     empty_recording,
-    join_spans,
     read_sources,
     run_directories,
     shown_run,
 )
 from pdtrace.analysis.time_range import TraceQuery
 from pdtrace.analysis.timeline import Timeline, build_timelines
+from pdtrace.analysis.trace_store import join_spans
 from pdtrace.analysis.waits import describe_wait_now
 from pdtrace.assembly.request_spans import assemble
 from pdtrace.duration import seconds_text
@@ -97,9 +98,10 @@ def select_slowest(
 
     max_skew_ns  as for `build_timeline`
     """
-    recording, peers = finished_requests(
+    recording, requests = finished_requests(
         sources, max_skew_ns=max_skew_ns, progress=progress, query=query
     )
+    peers = list(requests)
     chosen = sorted(peers, key=lambda t: (-t.total_ns, t.request_id or "", t.trace_id))[:count]
     health = [read_health(run) for run in run_directories(sources)]
     return Selection(
@@ -118,7 +120,7 @@ def finished_requests(
     max_skew_ns: int = MAX_SKEW_NS,
     progress: Progress = no_progress,
     query: TraceQuery = NO_QUERY,
-) -> tuple[Recording, list[Timeline]]:
+) -> tuple[Recording, Requests]:
     """All finished requests of the sources; of runs without traces, what their rings still hold.
 
     max_skew_ns  as for `build_timeline`
@@ -127,15 +129,15 @@ def finished_requests(
     """
     runs = run_directories(sources)
     recording, trouble = _recording(sources, progress, query)
-    peers = build_timelines(recording.traces, max_skew_ns=max_skew_ns)
     if trouble is not None:
         rings = _read_rings(runs)
-        peers = list(rings.finished)
-        if not peers:
+        if not rings.finished:
             raise rings.unreadable(recording.source) or trouble
-    if not peers:
+        return recording, rings.finished
+    requests = RequestsOfTraces(recording.traces, max_skew_ns=max_skew_ns, progress=progress)
+    if next(iter(requests), None) is None:
         raise SelectionError(f"{recording.source}: holds no request")
-    return recording, peers
+    return recording, requests
 
 
 def count_in_flight(sources: Sequence[str | Path]) -> int:

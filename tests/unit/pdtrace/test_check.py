@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from pdtrace import semconv as a
-from pdtrace.analysis.sources import BadLine, Problems, Recording, join_spans
+from pdtrace.analysis.sources import BadLine, Problems, Recording
+from pdtrace.analysis.trace_store import join_spans
 from pdtrace.check import CheckReport, check_recording
 from pdtrace.live.health import ProcessHealth, RunHealth
 from pdtrace.ring.losses import Losses, WriterEnd

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from pdtrace.analysis.sources import (
     Recording,
     default_source,
-    join_spans,
     read_source,
     resolve_run,
     run_directories,
 )
 from pdtrace.analysis.timeline import build_timelines
+from pdtrace.analysis.trace_store import join_spans
 from pdtrace.errors import SourceError
 from pdtrace.otlp import json_lines
 from pdtrace.recorder import Recorder
