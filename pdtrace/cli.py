@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
@@ -33,7 +34,7 @@ from pdtrace.alert_links import PATHS, Places
 from pdtrace.analysis.goodput import MAX_WORST, Choice, GapForm, measure, model_of
 from pdtrace.analysis.jaeger import why_no_jaeger
 from pdtrace.analysis.objectives import Aim, aims_of
-from pdtrace.analysis.sampling import sampling_warnings
+from pdtrace.analysis.sampling import SamplingSign, sampling_warnings
 from pdtrace.analysis.skew import MAX_SKEW_NS
 from pdtrace.analysis.sources import (
     default_source,
@@ -675,9 +676,14 @@ def slo(
     choice = Choice(model=model, since_ns=query.since_ns, until_ns=query.until_ns)
     sources = [_source(one, query) for one in source or [default_source()]]
     progress = Patience(sys.stderr)
+    sign = SamplingSign()
     try:
         recording, requests = finished_requests(
-            sources, max_skew_ns=round(max_skew * 1e9), progress=progress, query=query
+            sources,
+            max_skew_ns=round(max_skew * 1e9),
+            progress=progress,
+            query=query,
+            watch=sign.see,
         )
         report = measure(
             requests,
@@ -687,14 +693,13 @@ def slo(
             gap_form=gap_form,
             choice=choice,
             in_flight=count_in_flight(sources),
-            warnings=(
-                *sampling_warnings(recording, all_kept=all_kept),
-                *(line for run in run_directories(sources) for line in read_health(run).unseen),
-            ),
             notes=recording.problems.sentences(),
             worst=worst,
             progress=progress,
         )
+        warnings = sampling_warnings(recording, sign, all_kept=all_kept)
+        unseen = (line for run in run_directories(sources) for line in read_health(run).unseen)
+        report = replace(report, warnings=(*warnings, *unseen))
     finally:
         progress.clear()
     if not report.total.requests:

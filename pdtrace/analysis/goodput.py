@@ -169,7 +169,7 @@ class SloReport:
     seen_late  streams whose gaps are known from the decode worker only
     rootless   requests that are not counted, as their root is missing: nobody knows how they ended
     open       requests in flight, which are not counted
-    warnings   why the shares may not be those of all requests
+    warnings   why the shares may not be those of all requests: to be added by who knows
     """
 
     source: str
@@ -186,8 +186,8 @@ class SloReport:
     open: int
     blamed: tuple[Blamed, ...]
     worst: tuple[Miss, ...]
-    warnings: tuple[str, ...]
     notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
     @property
     def sentence(self) -> str:
@@ -318,7 +318,6 @@ def measure(
     gap_form: GapForm = GapForm.POOLED,
     choice: Choice = Choice(),
     in_flight: int = 0,
-    warnings: Sequence[str] = (),
     notes: Sequence[str] = (),
     worst: int = MAX_WORST,
     progress: Progress = no_progress,
@@ -360,7 +359,6 @@ def measure(
         open=in_flight + book.open,
         blamed=misses.blamed(),
         worst=misses.worst(),
-        warnings=tuple(warnings),
         notes=tuple(notes),
     )
 

@@ -7,7 +7,7 @@ Pure.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from pdtrace.analysis.columns import Column
@@ -34,6 +34,7 @@ class RequestsOfTraces:
     """`Requests` of traces. A timeline is built whenever it is asked for, and forgotten.
 
     max_skew_ns  as for `build_timeline`
+    watch        is shown each trace that is gone through
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class RequestsOfTraces:
         *,
         max_skew_ns: int = MAX_SKEW_NS,
         progress: Progress = no_progress,
+        watch: Callable[[Trace], None] | None = None,
     ) -> None:
         self._traces = traces
         self._max_skew_ns = max_skew_ns
         self._progress = progress
+        self._watch = watch
         self._owners = Column()  # of each request that was gone through, its trace
         self._latest: tuple[int, tuple[Trace, ...]] = (-1, ())
 
@@ -54,6 +57,8 @@ class RequestsOfTraces:
         for number, trace in enumerate(self._traces):
             if number % _TELL_EVERY == 0:
                 self._progress("looking at requests", number / len(self._traces))
+            if self._watch is not None:
+                self._watch(trace)
             for part in split_requests(trace):
                 if position == len(self._owners.values):
                     self._owners.append(number)

@@ -4,7 +4,6 @@ Pure."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 from pdtrace.analysis.sources import Recording
 from pdtrace.spans import Span, Trace
@@ -16,9 +15,23 @@ _SAMPLER = "sampler.type"
 _ALL = frozenset({"const", "remote"})
 
 
-def sampling_warnings(recording: Recording, *, all_kept: bool = False) -> tuple[str, ...]:
+class SamplingSign:
+    """The first sign of sampling on the spans of traces that come one by one. `text` says which."""
+
+    def __init__(self) -> None:
+        self.text: str | None = None
+
+    def see(self, trace: Trace) -> None:
+        if self.text is None:
+            self.text = next((sign for span in trace.spans if (sign := _sign_of(span))), None)
+
+
+def sampling_warnings(
+    recording: Recording, sign: SamplingSign, *, all_kept: bool = False
+) -> tuple[str, ...]:
     """Sentences on why the requests of a recording may be a choice.
 
+    sign      has seen its traces
     all_kept  the user says that the Jaeger keeps every trace
     """
     found: list[str] = []
@@ -30,16 +43,12 @@ def sampling_warnings(recording: Recording, *, all_kept: bool = False) -> tuple[
             "requests, and usual times are those of the kept. Where every trace is kept, say "
             "--all-kept."
         )
-    if sign := _sign(recording.traces):
+    if sign.text is not None:
         found.append(
-            f"Spans tell of sampling ({sign}): these are shares and rates of what was kept, NOT of "
-            "all requests."
+            f"Spans tell of sampling ({sign.text}): these are shares and rates of what was kept, "
+            "NOT of all requests."
         )
     return tuple(found)
-
-
-def _sign(traces: Iterable[Trace]) -> str | None:
-    return next((sign for t in traces for s in t.spans if (sign := _sign_of(s))), None)
 
 
 def _sign_of(span: Span) -> str | None:

@@ -331,6 +331,10 @@ def decode_line(line: bytes | str) -> list[Span]:
     Raises ValueError when the line is no TracesData object, with the reason.
     """
     try:
+        return _decode_plain(_decode_plain_document(line))
+    except (msgspec.MsgspecError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        pass  # another writer's, or none at all
+    try:
         document = msgspec.json.decode(line)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
@@ -427,6 +431,145 @@ def decode_heads(line: bytes) -> list[SpanHead]:
     ]
 
 
+# What pdtrace and most other writers put into a line, as types: decoding into these takes half of
+# what it takes to look for every field in dictionaries. What has another form fails, and is then
+# decoded in the way that takes any.
+
+
+class _Value(msgspec.Struct, gc=False):
+    string: str | msgspec.UnsetType = msgspec.field(name="stringValue", default=msgspec.UNSET)
+    integer: str | msgspec.UnsetType = msgspec.field(name="intValue", default=msgspec.UNSET)
+    double: float | msgspec.UnsetType = msgspec.field(name="doubleValue", default=msgspec.UNSET)
+    boolean: bool | msgspec.UnsetType = msgspec.field(name="boolValue", default=msgspec.UNSET)
+    array: Any = msgspec.field(name="arrayValue", default=msgspec.UNSET)
+
+
+class _Attribute(msgspec.Struct, gc=False):
+    key: str
+    value: _Value
+
+
+class _PlainEvent(msgspec.Struct, rename="camel"):
+    name: str = ""
+    time_unix_nano: str = "0"
+    attributes: list[_Attribute] = []
+
+
+class _PlainLink(msgspec.Struct):
+    trace_id: str = msgspec.field(name="traceId")
+    span_id: str = msgspec.field(name="spanId")
+    attributes: list[_Attribute] = []
+
+
+class _PlainStatus(msgspec.Struct, frozen=True):
+    code: int = 0
+    message: str = ""
+
+
+class _PlainSpan(msgspec.Struct, rename="camel"):
+    trace_id: str
+    span_id: str
+    start_time_unix_nano: str
+    end_time_unix_nano: str
+    parent_span_id: str = ""
+    name: str = ""
+    kind: int = 0
+    attributes: list[_Attribute] = []
+    events: list[_PlainEvent] = []
+    links: list[_PlainLink] = []
+    status: _PlainStatus = _PlainStatus()
+    trace_state: str = ""
+
+
+class _PlainResource(msgspec.Struct, frozen=True):
+    attributes: list[_Attribute] = []
+
+
+class _PlainScope(msgspec.Struct):
+    spans: list[_PlainSpan] = []
+
+
+class _PlainResourceSpans(msgspec.Struct, rename="camel"):
+    resource: _PlainResource = _PlainResource()
+    scope_spans: list[_PlainScope] = []
+
+
+class _PlainDocument(msgspec.Struct, rename="camel"):
+    resource_spans: list[_PlainResourceSpans]
+
+
+_decode_plain_document = msgspec.json.Decoder(_PlainDocument).decode
+
+
+def _decode_plain(document: _PlainDocument) -> list[Span]:
+    """Raises KeyError or ValueError for what is not as plain as it seems."""
+    spans: list[Span] = []
+    for resource_spans in document.resource_spans:
+        resource = Resource(attributes=_plain_attributes(resource_spans.resource.attributes))
+        for scope_spans in resource_spans.scope_spans:
+            spans += [_plain_span(span, resource) for span in scope_spans.spans]
+    return spans
+
+
+def _plain_span(span: _PlainSpan, resource: Resource) -> Span:
+    return Span(
+        trace_id=_hex(span.trace_id, 32),
+        span_id=_hex(span.span_id, 16),
+        parent_id=_hex(span.parent_span_id, 16) if span.parent_span_id else None,
+        name=span.name,
+        kind=_KINDS[span.kind],
+        start_ns=_time(span.start_time_unix_nano),
+        end_ns=_time(span.end_time_unix_nano),
+        resource=resource,
+        attributes=_plain_attributes(span.attributes),
+        events=tuple(
+            [
+                Event(
+                    name=event.name,
+                    time_ns=int(event.time_unix_nano),
+                    attributes=_plain_attributes(event.attributes),
+                )
+                for event in span.events
+            ]
+        ),
+        links=tuple(
+            [
+                Link(
+                    trace_id=_hex(link.trace_id, 32),
+                    span_id=_hex(link.span_id, 16),
+                    attributes=_plain_attributes(link.attributes),
+                )
+                for link in span.links
+            ]
+        ),
+        status=_STATUSES[span.status.code],
+        status_message=span.status.message,
+        trace_state=span.trace_state,
+    )
+
+
+def _plain_attributes(encoded: list[_Attribute]) -> dict[str, AttrValue]:
+    unset = msgspec.UNSET
+    attributes: dict[str, AttrValue] = {}
+    for item in encoded:
+        carried = item.value
+        if carried.string is not unset:
+            value = intern(carried.string)
+        elif carried.integer is not unset:
+            value = int(carried.integer)
+        elif carried.double is not unset:
+            value = carried.double
+        elif carried.boolean is not unset:
+            value = carried.boolean
+        elif carried.array is not unset:
+            value = _decode_value({"arrayValue": carried.array})
+        else:
+            raise ValueError("a value of another type")
+        if value is not None:
+            attributes[intern(item.key)] = value
+    return attributes
+
+
 def _decode_document(document: dict[str, Any]) -> Iterator[Span]:
     for resource_spans in document["resourceSpans"]:
         carried = resource_spans.get("resource") or {}
@@ -438,17 +581,14 @@ def _decode_document(document: dict[str, Any]) -> Iterator[Span]:
 
 def _decode_span(span: dict[str, Any], resource: Resource) -> Span:
     status = span.get("status") or {}
-    start_ns, end_ns = int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])
-    if not (0 <= start_ns <= _TIME_MAX and 0 <= end_ns <= _TIME_MAX):
-        raise ValueError("a time does not fit 64 bits")
     return Span(
         trace_id=_hex(span["traceId"], 32),
         span_id=_hex(span["spanId"], 16),
         parent_id=_hex(span["parentSpanId"], 16) if span.get("parentSpanId") else None,
         name=str(span.get("name", "")),
         kind=_KINDS[_enum(span.get("kind", 0), _KIND_NAMES)],
-        start_ns=start_ns,
-        end_ns=end_ns,
+        start_ns=_time(span["startTimeUnixNano"]),
+        end_ns=_time(span["endTimeUnixNano"]),
         resource=resource,
         attributes=_decode_attributes(span.get("attributes")),
         events=tuple(
@@ -471,6 +611,13 @@ def _decode_span(span: dict[str, Any], resource: Resource) -> Span:
         status_message=str(status.get("message", "")),
         trace_state=str(span.get("traceState", "")),
     )
+
+
+def _time(value: Any) -> int:
+    time_ns = int(value)
+    if not 0 <= time_ns <= _TIME_MAX:
+        raise ValueError("a time does not fit 64 bits")
+    return time_ns
 
 
 def _hex(value: Any, digits: int) -> str:

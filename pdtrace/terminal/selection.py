@@ -41,7 +41,7 @@ from pdtrace.live.run_looks import RunLooks
 from pdtrace.patience import Progress, no_progress
 from pdtrace.ring import scan_rings
 from pdtrace.ring.losses import WriterEnd
-from pdtrace.spans import Span
+from pdtrace.spans import Span, Trace
 from pdtrace.stages import Outcome
 from pdtrace.terminal.standings import Standings
 from pdtrace.terminal.top import ordered
@@ -120,10 +120,12 @@ def finished_requests(
     max_skew_ns: int = MAX_SKEW_NS,
     progress: Progress = no_progress,
     query: TraceQuery = NO_QUERY,
+    watch: Callable[[Trace], None] | None = None,
 ) -> tuple[Recording, Requests]:
     """All finished requests of the sources; of runs without traces, what their rings still hold.
 
     max_skew_ns  as for `build_timeline`
+    watch        is shown each trace when its requests are gone through
 
     Raises SourceError or SelectionError if there are none.
     """
@@ -134,7 +136,9 @@ def finished_requests(
         if not rings.finished:
             raise rings.unreadable(recording.source) or trouble
         return recording, rings.finished
-    requests = RequestsOfTraces(recording.traces, max_skew_ns=max_skew_ns, progress=progress)
+    requests = RequestsOfTraces(
+        recording.traces, max_skew_ns=max_skew_ns, progress=progress, watch=watch
+    )
     if next(iter(requests), None) is None:
         raise SelectionError(f"{recording.source}: holds no request")
     return recording, requests
