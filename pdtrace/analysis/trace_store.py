@@ -220,9 +220,12 @@ class _File:
     def read(self, offset: int, length: int) -> tuple[Span, ...]:
         try:
             packed = os.pread(self._file.fileno(), length, offset)
-            plain = zlib.decompressobj(zdict=self._alike).decompress(packed)
+            unpacker = zlib.decompressobj(zdict=self._alike)
+            plain = unpacker.decompress(packed)
         except (OSError, zlib.error) as error:
             raise StoreError(f"the temporary file cannot be read back: {error}") from error
+        if not unpacker.eof:
+            raise StoreError("the temporary file cannot be read back: it has become shorter")
         return pickle.loads(plain)  # noqa: S301 written above, in a file that has no name
 
 

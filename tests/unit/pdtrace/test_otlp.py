@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
 from pdtrace.assembly.request_spans import assemble
+from pdtrace.otlp import json_lines
 from pdtrace.otlp.json_lines import decode_heads, decode_line, encode_line
 from pdtrace.otlp.protobuf import encode_request, readable_spans
 from pdtrace.spans import (
@@ -249,6 +250,59 @@ def test_any_attributes_survive_and_all_encoders_agree(
     assert decode_line(encode_line(spans)) == spans
     assert encode_request(spans) == encode_spans(readable_spans(spans))
     assert official(encode_line(spans)).resource_spans == encode_request(spans).resource_spans
+
+
+ODD: st.SearchStrategy[object] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) of a JSON document."""
+    found: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        found += [(value, key) for key in cast("dict[str, Any]", value)]
+    elif isinstance(value, list):
+        found += [(value, index) for index in range(len(cast("list[Any]", value)))]
+    return found + [deep for container, key in found for deep in places(container[key])]
+
+
+def decoded(line: bytes) -> list[Span] | None:
+    try:
+        return decode_line(line)
+    except ValueError:
+        return None
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_plain_lines_are_decoded_as_any_other(data: st.DataObject) -> None:
+    """The quick way gives what the way for all forms gives, or leaves the line to that one."""
+    document = json.loads(encode_line(samples()[-3:]))
+    for _ in range(data.draw(st.integers(0, 2))):
+        container, key = data.draw(st.sampled_from(places(document)))
+        what = data.draw(st.sampled_from(["odd", "gone", "text"]))
+        if what == "gone":
+            del container[key]
+        else:
+            container[key] = str(container[key]) if what == "text" else data.draw(ODD)
+    line = json.dumps(document).encode()
+    quick = decoded(line)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_lines, "_decode_plain_document", refuse)
+        assert repr(decoded(line)) == repr(quick)
+
+
+def refuse(line: bytes) -> None:
+    raise ValueError(line)
+
+
+def test_own_lines_are_decoded_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_lines, "_decode_document", refuse)
+    for spans in (samples()[:-2], samples()[-1:]):
+        assert sorted(decode_line(encode_line(spans)), key=repr) == sorted(spans, key=repr)
 
 
 @pytest.mark.parametrize(
