@@ -80,7 +80,7 @@ def recording(count: int) -> Recording:
 
 
 def judge(found: Recording) -> object:
-    report = measure(RequestsOfTraces(found.traces), SLO)
+    report = measure(RequestsOfTraces(found.traces), SLO, worst=0)
     assert report.total.requests == len(found.traces)
     assert len(report.blamed) > 1
     return report
@@ -93,12 +93,12 @@ def check(found: Recording) -> object:
 
 
 @pytest.mark.parametrize("look", [judge, check])
-def test_a_request_that_was_looked_at_leaves_less_than_a_kilobyte(
+def test_a_request_that_was_looked_at_leaves_nothing_of_its_size(
     look: Callable[[Recording], object],
 ) -> None:
-    """A timeline takes thirty. Most of these requests miss an objective."""
+    """Its spans and its timeline take over 30 kB. Most of these requests miss an objective."""
     peaks = [peak_bytes(look, count) for count in (50, 150)]
-    assert (peaks[1] - peaks[0]) / 100 < 1024
+    assert (peaks[1] - peaks[0]) / 100 < 5_000
 
 
 def peak_bytes(look: Callable[[Recording], object], count: int) -> int:
