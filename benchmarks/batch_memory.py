@@ -164,7 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--requests takes multiples of {PER_FILE}, got {sizes}")
     costs = measure(sizes, options.pdtrace)
     for case in CASES:
-        first, last = [cost for cost in costs if cost.case == case][:: max(1, len(sizes) - 1)][:2]
+        of_case = [cost for cost in costs if cost.case == case]
+        first, last = of_case[0], of_case[-1]
         print(
             f"{case}: {last.requests / first.requests:,.0f} times the requests take "
             f"{last.peak_bytes / first.peak_bytes:.2f} times the memory and "

@@ -129,7 +129,7 @@ def is_peer(timeline: Timeline) -> bool:
 
 
 class Baselines:
-    """Baselines of a set of requests, as large as it may be: 800 bytes for each of them."""
+    """Baselines of a set of requests, as large as it may be: 600 bytes for each of them."""
 
     def __init__(self, timelines: Iterable[Timeline] = ()) -> None:
         self._series = _SeriesTable(window=None)
