@@ -213,7 +213,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         stall_once(one)
         for stage in CHAIN:
             stall(one, stage)
-        wait_for(lambda: programs.query('ALERTS{alertstate="firing"}'), "an alert that fires")
+        # For so long that its beginning lies between two steps of what is looked at.
+        fired = f'ALERTS{{alertstate="firing"}} offset {2 * SCRAPE_S}s'
+        wait_for(lambda: programs.query(fired), "an alert that fires")
         budget = '{__name__=~"pdtrace:slo_error:ratio_rate(1|6)h"}'
         wait_for(
             lambda: len(programs.query(f"count by (__name__, slo) ({budget})")) == 6 or None,
