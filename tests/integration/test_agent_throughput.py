@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.benchmark_runs import last_line, refusal
 
 
 def test_a_short_run_ends_with_one_json_line_of_all_cases() -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks.agent_throughput"),
-            *("--json", "--repeats", "1", "--requests", "100"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = last_line("agent_throughput", "--repeats", "1", "--requests", "100")
     assert result["spans"] >= 100 * 20  # root, attempt, 16 stages, and what is beside them
     for case in ("agent", "agent, files", "agent, SDK's way", "SDK alone"):
         assert result[case]["spans_per_s_core"]["median"] > 0
@@ -32,13 +15,5 @@ def test_a_short_run_ends_with_one_json_line_of_all_cases() -> None:
 
 
 def test_requests_that_are_no_multiple_of_a_slice_are_refused_in_one_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.agent_throughput", "--requests", "150"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].endswith("--requests a multiple of 100")
+    told = refusal("agent_throughput", "--requests", "150")
+    assert told.endswith("--requests a multiple of 100")

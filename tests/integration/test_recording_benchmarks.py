@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks import bench_overhead
 from pdtrace.native import hot_path
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def last_line(module: str, *options: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{module}", "--json", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+from tests.support.benchmark_runs import last_line, refusal
 
 
 def test_a_mark_beside_an_sdk_span() -> None:
@@ -40,16 +22,7 @@ def test_a_mark_beside_an_sdk_span() -> None:
 
 
 def test_too_few_calls_are_refused_in_one_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.bench_recording", "--calls", "399"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].endswith("--calls 400 or more")
+    assert refusal("bench_recording", "--calls", "399").endswith("--calls 400 or more")
 
 
 def test_a_loop_with_marks_beside_one_with_sdk_spans() -> None:
