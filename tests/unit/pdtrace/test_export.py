@@ -443,10 +443,10 @@ def test_collector_that_is_down_or_hangs_never_blocks_and_exit_is_bounded(
         begin_s = time.monotonic()
         for request, spans in numbered(200):
             queue.deliver([(request, spans)])
-        assert time.monotonic() - begin_s < 8, "no time, and a busy machine"
+        assert time.monotonic() - begin_s < 5, "no time, and a busy machine"
         begin_s = time.monotonic()
         queue.close(0.5)
-        assert time.monotonic() - begin_s < 8, "0.5 s, and a busy machine"
+        assert time.monotonic() - begin_s < 5, "0.5 s, and a busy machine"
     assert queue.totals()["spans_dropped"] == 200 * len(SPANS)
     assert queue.totals()["spans_exported"] == 0
     assert caplog.text.count("were not exported") == 1
@@ -464,7 +464,7 @@ def test_agent_with_a_hanging_collector_writes_its_files_and_exits_in_time(
         monkeypatch.setenv(BASE, received.endpoint)
         begin_s = time.monotonic()
         summary = run_agent(tmp_path / "rings", out=tmp_path, until_closed=True)
-        assert time.monotonic() - begin_s < 8
+        assert time.monotonic() - begin_s < 5
     assert summary.requests == 20
     assert summary.export["spans_waiting"] == summary.spans
     assert summary.export["spans_dropped"] == 0

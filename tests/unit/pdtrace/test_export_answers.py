@@ -453,7 +453,7 @@ def test_closing_is_bounded_whatever_the_collector_does(
             queue.submit(spans)
         begin_s = time.monotonic()
         queue.close(0.5)
-        assert time.monotonic() - begin_s < 8, "0.5 s, and a busy machine"
+        assert time.monotonic() - begin_s < 5, "0.5 s, and a busy machine"
     totals = queue.totals()
     assert totals["spans_dropped_not_taken_before_exit"] == 2_000
     assert totals["spans_exported"] == totals["spans_waiting"] == 0
